@@ -3,9 +3,14 @@
 //
 // The program gives what builds its model and what runs a step; both run as they are, on one thread,
 // over a World in which nobody else is. Floating tensors have sizes, strides, dtypes and addresses, and
-// no values: nothing is computed, and what would be allocated is counted, for kernels of the CPU or of
-// a GPU, which need not be there. It says nothing of time, and nothing of what follows from values. dry_activations() counts what
-// CompileOptions::activations takes. Next: compile.h, recompute_mode.h; docs/compile.md.
+// no values: nothing is computed, and what would be allocated is counted. It says nothing of time, and
+// nothing of what follows from values. dry_activations() counts what CompileOptions::activations takes.
+//
+// With KernelsOf::kGpu, World::device() is a device that stands for a GPU ("maia:0" in errors): the
+// model and its inputs are to be there. Its memory alone is counted, in pieces of 512 bytes as by
+// libtorch's allocator, with what collectives take over NCCL; work space inside of kernels, and of
+// cuBLAS and NCCL, is not, and attention is flash's, where libtorch may take cuDNN's.
+// Next: compile.h, recompute_mode.h; docs/compile.md.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/kernels_of.h"
 #include "tessera/optim.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
@@ -21,29 +27,20 @@
 
 namespace tessera {
 
-/// What a program steps.
+/// A model and what steps it.
 struct DryModel {
   std::shared_ptr<ShardedBase> model = nullptr;  ///< the outermost handle
   /// Forward, loss and backward of each micro-batch of a step, until gradients are complete. Called
   /// several times.
   std::function<void()> compute = {};
   std::shared_ptr<Optimizer> optimizer = nullptr;  ///< null: none
-  /// What is called between `compute` and the model's zero_grad(); empty: optimizer->step(), where there
+  /// Called between `compute` and the model's zero_grad(); empty: optimizer->step(), where there
   /// is one.
   std::function<void()> update = {};
 };
 /// Shards the model and makes its optimizer on a mesh of `world`. What it makes lives no longer than
 /// `world`.
 using DryBuild = std::function<DryModel(World& world)>;
-
-/// Whose kernels a program is to run, which keep different tensors for their backwards.
-enum class DryKernels : std::uint8_t {
-  kCpu,
-  /// World::device() is a device that stands for a GPU: the model and its inputs are to be there.
-  /// Counted is its memory alone, in pieces of 512 bytes as by libtorch's allocator, with what
-  /// collectives take over NCCL; not work space inside of kernels, nor of cuBLAS and NCCL.
-  kGpu,
-};
 
 /// A collective as it is issued.
 struct DryRunCollective {
@@ -90,9 +87,9 @@ struct DryRun {
 /// as an index); those of what it calls. Code that reads elements through a pointer ends the process;
 /// item() of a floating result gives 1, and 0 of what asks for faults (isnan, isinf, any). Threads: the
 /// caller's alone; what other threads compute has real memory.
-DryRun dry_run(const DryBuild& build, int rank, int ranks, DryKernels kernels = DryKernels::kCpu);
+DryRun dry_run(const DryBuild& build, int rank, int ranks, KernelsOf kernels = KernelsOf::kCpu);
 
-/// What a plan's choices go by, in bytes of one rank.
+/// The numbers that a plan's choices go by, in bytes of one rank.
 struct DryActivations {
   /// As CompileOptions::activations takes it: what units without units inside leave, by mode, of the
   /// last micro-batch of a step.
@@ -107,6 +104,6 @@ struct DryActivations {
 /// recomputation each time; plans of compile() are not followed. Errors: as dry_run(); kUsage where
 /// units are called differently in these steps.
 DryActivations dry_activations(const DryBuild& build, int rank, int ranks,
-                               DryKernels kernels = DryKernels::kCpu);
+                               KernelsOf kernels = KernelsOf::kCpu);
 
 }  // namespace tessera

@@ -16,6 +16,7 @@
 #include "tessera/group.h"
 #include "tessera/interrupt.h"
 #include "tessera/keep.h"
+#include "tessera/kernels_of.h"
 #include "tessera/log_level.h"
 #include "tessera/loss_scale.h"
 #include "tessera/mesh.h"

@@ -211,6 +211,8 @@ class World : public std::enable_shared_from_this<World> {
   struct State;
 
   World(int rank, int size, int local_rank, const WorldOptions& options);
+  /// On `device`, whatever options.device says.
+  World(int rank, int size, int local_rank, c10::Device device, const WorldOptions& options);
   /// `name` is the same on all members and different for different groups; at least two ranks.
   /// `device`: of its tensors.
   virtual std::shared_ptr<comm::Group> make_group(const std::vector<int>& ranks,

@@ -165,7 +165,7 @@ void print_memory(const Totals& totals, const PlannedStep& step,
     std::cout << check::kWithoutActivations;
   }
   std::cout << ", " << size_text(totals.fixed) << " whatever the plan is\n"
-            << kernels_line(train::computes_on(step.config));
+            << train::kernels_line(train::computes_on(step.config));
   const auto& budget = step.config.compile.memory_budget;
   if (budget) {
     const auto counted = counted_as(*budget, machine);

@@ -14,7 +14,6 @@
 #include "base/text/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/torch_compat.h"
-#include "dry/fake_device.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 
@@ -36,9 +35,7 @@ c10::Device parsed(const std::string& name) {
   if (name == "auto") return cuda_devices() > 0 ? c10::kCUDA : c10::kCPU;
   try {
     const c10::Device device(name);
-    const bool may_be =
-        device.is_cpu() || at::isAccelerator(device.type()) || device.type() == dry::kFakeDevice;
-    if (may_be) return device;
+    if (device.is_cpu() || at::isAccelerator(device.type())) return device;
   } catch (const c10::Error&) {  // said below
   }
   throw Error(ErrorKind::kUsage,

@@ -2,9 +2,11 @@
 
 #include <c10/core/AutogradState.h>
 
+#include <optional>
 #include <utility>
 
 #include "base/text/printable.h"
+#include "comm/host_read.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
 #include "dry/fake_device.h"
@@ -15,18 +17,34 @@
 namespace tessera::comm {
 namespace {
 
-class DryWorld final : public World {
+/// What a thread has of the World that it computes for, put back when a dry one is over: a run may
+/// count steps while it is under way.
+class ThreadOfWorld {
  public:
-  DryWorld(int rank, int ranks, DryNotes notes, const WorldOptions& options)
-      : World(rank, ranks, 0, options),
-        options_(options),
-        connections_(open_dry(std::move(notes))) {
-    attach_thread();
-  }
-  ~DryWorld() override {
-    stop_queue();
+  ThreadOfWorld()
+      : waits_(HostWaits::of_this_thread()),
+        backward_has_threads_(c10::AutogradState::get_tls_state().get_multithreading_enabled()) {}
+  ~ThreadOfWorld() {
+    HostWaits::attach(waits_);
     c10::AutogradState::get_tls_state().set_multithreading_enabled(backward_has_threads_);
   }
+  ThreadOfWorld(const ThreadOfWorld&) = delete;
+  ThreadOfWorld& operator=(const ThreadOfWorld&) = delete;
+
+ private:
+  const std::shared_ptr<HostWaits> waits_;
+  const bool backward_has_threads_;
+};
+
+class DryWorld final : public World {
+ public:
+  DryWorld(int rank, int ranks, DryNotes notes, c10::Device device)
+      : World(rank, ranks, 0, device, WorldOptions()), connections_(open_dry(std::move(notes))) {
+    if (device.is_cpu()) return;
+    before_.emplace();
+    attach_thread();
+  }
+  ~DryWorld() override { stop_queue(); }
 
   std::string backend() const override { return "dry"; }
   void close() override {
@@ -52,20 +70,21 @@ class DryWorld final : public World {
   }
 
  private:
-  const bool backward_has_threads_ =
-      c10::AutogradState::get_tls_state().get_multithreading_enabled();
+  std::optional<ThreadOfWorld> before_;
   const WorldOptions options_;
   const std::unique_ptr<Connections> connections_;
 };
 
 }  // namespace
 
-std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes, dry::Computes computes) {
+std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes, KernelsOf kernels) {
+  TESSERA_CHECK(ranks >= 1, ErrorKind::kUsage, "dry run: found ", ranks,
+                " ranks, expected at least 1");
   TESSERA_CHECK(rank >= 0 && rank < ranks, ErrorKind::kUsage, "dry run: found rank ", rank,
                 ", expected 0 to ", ranks - 1);
-  WorldOptions options;
-  if (computes == dry::Computes::kOnDevice) options.device = dry::fake_device().str();
-  return std::make_shared<DryWorld>(rank, ranks, std::move(notes), options);
+  const c10::Device device =
+      kernels == KernelsOf::kCpu ? c10::Device(c10::kCPU) : dry::fake_device();
+  return std::make_shared<DryWorld>(rank, ranks, std::move(notes), device);
 }
 
 }  // namespace tessera::comm

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "comm/backends/dry/dry.h"
-#include "dry/fake_operations.h"
+#include "tessera/kernels_of.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {
@@ -18,6 +18,6 @@ namespace tessera::comm {
 /// collectives take what NCCL's would. `notes` is told of each collective and each message. Errors:
 /// kUsage for a rank that is none of them.
 std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes = {},
-                                 dry::Computes computes = dry::Computes::kOnHost);
+                                 KernelsOf kernels = KernelsOf::kCpu);
 
 }  // namespace tessera::comm

@@ -108,7 +108,7 @@ class ProcessWorld : public World {
   void keep_board() noexcept { state_->board->freeze(); }
   /// Puts where this rank stands into the store, once an epoch, for the one that reports.
   void publish_board() noexcept;
-  /// Why the run hangs or was lost, by what all ranks have said (hang_report.h); "" where the
+  /// Why the run hangs or was lost, by what all ranks have said (hang_finder.h); "" where the
   /// store cannot tell. Takes as long as words may take.
   std::string hang_report() noexcept;
   /// comm/failure_report.h.

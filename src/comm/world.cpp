@@ -153,15 +153,26 @@ comm::Stream World::State::Making::stream_of(const std::vector<int>& ranks,
   return stream;
 }
 
+namespace {
+
+c10::Device device_of(const WorldOptions& options, int local_rank) {
+  require_libtorch_of_build();  // before anything of it is used
+  return comm::device_of_rank(options.device, local_rank);
+}
+
+}  // namespace
+
 World::World(int rank, int size, int local_rank, const WorldOptions& options)
+    : World(rank, size, local_rank, device_of(options, local_rank), options) {}
+
+World::World(int rank, int size, int local_rank, c10::Device device, const WorldOptions& options)
     : rank_(rank),
       size_(size),
       local_rank_(local_rank),
       state_(std::make_unique<State>()),
       queue_(std::make_unique<comm::IssueQueue>(state_->abort_flag)) {
-  require_libtorch_of_build();  // before anything of it is used
   base::heed_thread_limit();
-  state_->device = comm::device_of_rank(options.device, local_rank);
+  state_->device = device;
   if (state_->device.is_cpu()) return;
   state_->host_waits = std::make_shared<comm::HostWaits>(state_->abort_flag, state_->board,
                                                          options.timeout, state_->device);

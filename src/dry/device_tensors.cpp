@@ -15,12 +15,14 @@ namespace tessera::dry {
 namespace {
 
 /// The same memory under another device's name, which keeps it alive. One of the host may be told to grow.
+/// A storage whose memory was given back has views, too, and no address.
 c10::Storage storage_under(c10::Device device, const c10::Storage& storage) {
   auto* const kept = new c10::Storage(storage);
   const auto forget = [](void* of) { delete static_cast<c10::Storage*>(of); };
   auto* const allocator = device.is_cpu() ? c10::GetAllocator(c10::kCPU) : nullptr;
   return {c10::Storage::use_byte_size_t{}, storage.nbytes(),
-          at::DataPtr(storage.unsafeGetStorageImpl()->data_ptr().get(), kept, forget, device),
+          at::DataPtr(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get(), kept,
+                      forget, device),
           allocator, /*resizable=*/allocator != nullptr};
 }
 
@@ -37,9 +39,13 @@ bool same_storage(const c10::Storage& one, const c10::Storage& other) {
   return one.unsafeGetStorageImpl() == other.unsafeGetStorageImpl();
 }
 
+enum class Reads : std::uint8_t { kSizes, kElements };
+
 /// One call.
 class OnMemory {
  public:
+  explicit OnMemory(Reads reads) : reads_(reads) {}
+
   void give(c10::IValue& value) {
     if (value.isTensor()) {
       value = alias(value.toTensor());
@@ -68,7 +74,7 @@ class OnMemory {
     }
   }
 
-  /// What was given to be written to may have got other sizes.
+  /// Gives arguments that were written to the sizes that they got.
   void take_sizes() const {
     for (const Given& each : given_) {
       if (each.original.sizes() == each.alias.sizes()) continue;
@@ -91,6 +97,7 @@ class OnMemory {
     for (const Given& other : given_) {
       if (other.original.is_same(tensor)) return other.alias;
     }
+    if (reads_ == Reads::kElements) tensor.const_data_ptr();  // memory that was given back says so
     const auto sibling = std::ranges::find_if(given_, [&](const Given& other) {
       return same_storage(other.original.storage(), tensor.storage());
     });
@@ -115,6 +122,7 @@ class OnMemory {
     return under_fake_device(of_cpu);
   }
 
+  const Reads reads_;
   std::vector<Given> given_;
   std::vector<at::Tensor> of_host_;
 };
@@ -137,6 +145,12 @@ void set_storage(c10::Stack& stack) {
 }
 
 }  // namespace
+
+bool is_view(const c10::FunctionSchema& schema) {
+  return std::ranges::any_of(schema.returns(), [](const c10::Argument& result) {
+    return result.alias_info() != nullptr && !result.alias_info()->isWrite();
+  });
+}
 
 bool is_of_fake_device(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kFakeDevice;
@@ -164,7 +178,7 @@ void run_on_memory(const c10::OperatorHandle& operation, c10::Stack* stack) {
     return set_storage(*stack);
   }
   const CountScope of_device(Counts::kDevice);
-  OnMemory call;
+  OnMemory call(is_view(operation.schema()) ? Reads::kSizes : Reads::kElements);
   const auto begin = stack->size() - operation.schema().arguments().size();
   for (std::size_t i = begin; i < stack->size(); ++i) call.give((*stack)[i]);
   {

@@ -1,6 +1,6 @@
 // Tensors of the fake device: tensors of the CPU's memory under another device's name.
 //
-// What has values (numbers of tokens, counts of experts, flags) has them in memory of the host, and an
+// Numbers of tokens, counts of experts and flags have values, in memory of the host, and an
 // operation on it runs on tensors of the CPU over the same memory. A view is made so of any tensor,
 // fake ones too, since it touches no element. Next: fake_device.h, fake_operations.h.
 #pragma once
@@ -10,6 +10,9 @@
 #include <ATen/core/stack.h>
 
 namespace tessera::dry {
+
+/// Whether a result is a view of an argument: no element is touched.
+bool is_view(const c10::FunctionSchema& schema);
 
 bool is_of_fake_device(const at::Tensor& tensor);
 

@@ -30,12 +30,6 @@ bool is_made_fake(at::ScalarType dtype, std::int64_t numel) {
   return is_of_model && numel > 1;
 }
 
-bool is_view(const c10::FunctionSchema& schema) {
-  return std::ranges::any_of(schema.returns(), [](const c10::Argument& result) {
-    return result.alias_info() != nullptr && !result.alias_info()->isWrite();
-  });
-}
-
 template <class Use>
 void for_tensors(const c10::IValue& value, Use&& use) {
   if (value.isTensor()) {
@@ -240,7 +234,7 @@ void FakeOperations::run(const c10::OperatorHandle& operation, c10::DispatchKeyS
   if (of_device && operation.operator_name().name == "aten::record_stream") {
     return torch::jit::drop(*stack, schema.arguments().size());
   }
-  // What GPUs have one kernel for, though the CPU has none.
+  // GPUs have one kernel for it, though the CPU has none.
   const bool is_of_gpus = of_device && size_rule(operation) != nullptr;
   const bool is_one = computes_elements(operation) || is_of_gpus;
   if (!is_view(schema) && !is_one) {

@@ -18,6 +18,7 @@
 #include "dry/allocator.h"
 #include "dry/memory_count.h"
 #include "kernels/watch.h"
+#include "tessera/kernels_of.h"
 
 namespace tessera::dry {
 
@@ -32,16 +33,12 @@ class FakeOperations final : public kernels::Watcher {
            c10::Stack* stack) override;
 };
 
-/// Whose kernels a dry run is like: a GPU's are others, keep others' results, and tensors of the host
-/// are not counted beside its own.
-enum class Computes : std::uint8_t { kOnHost, kOnDevice };
-
 /// While alive, floating tensors and blocks of bytes that this thread makes are fake, and what it
-/// computes from them is.
+/// computes from them is. Of a GPU the memory of fake_device() alone is counted.
 class FakeScope {
  public:
-  explicit FakeScope(Computes computes = Computes::kOnHost)
-      : counts_(computes == Computes::kOnHost ? Counts::kBytes : Counts::kNothing),
+  explicit FakeScope(KernelsOf kernels = KernelsOf::kCpu)
+      : counts_(kernels == KernelsOf::kCpu ? Counts::kBytes : Counts::kNothing),
         watch_(operations_) {
     install_allocator();
   }

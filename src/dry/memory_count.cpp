@@ -14,7 +14,6 @@ struct MemoryCount::State {
   std::atomic<std::int64_t> bytes{0};
   std::int64_t peak = 0;
   std::function<void()> at_each;
-  bool skips_next = false;
 };
 
 namespace {
@@ -59,16 +58,11 @@ std::int64_t MemoryCount::now() const { return state_->bytes; }
 std::int64_t MemoryCount::peak() const { return state_->peak; }
 void MemoryCount::begin_peak() { state_->peak = state_->bytes; }
 void MemoryCount::watch(std::function<void()> at_each) { state_->at_each = std::move(at_each); }
-void MemoryCount::skip_next() {
-  if (t_count) t_count->skips_next = true;
-}
-
 CountScope::CountScope(Counts counts) : outer_(std::exchange(t_counts, counts)) {}
 CountScope::~CountScope() { t_counts = outer_; }
 
 void note_taken(void* data, std::size_t size) {
   if (!t_count || data == nullptr || t_counts == Counts::kNothing) return;
-  if (std::exchange(t_count->skips_next, false)) return;
   const std::int64_t bytes = counted_bytes(size);
   {
     const base::Lock lock(blocks().mutex);

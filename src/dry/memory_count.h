@@ -26,8 +26,6 @@ class MemoryCount {
   void begin_peak();
   /// Called wherever this thread has taken some; empty: no more.
   void watch(std::function<void()> at_each);
-  /// The next block of this thread is not counted: it is the transport's.
-  static void skip_next();
 
   struct State;
 

@@ -4,6 +4,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <array>
 #include <string_view>
 #include <utility>
@@ -90,7 +91,7 @@ void embedding_dense_backward(c10::Stack& stack) {
   give(stack, {meta({stack[2].toInt(), grad.size(-1)}, grad.scalar_type())});
 }
 
-// Of devices alone.
+// GPUs have one kernel for each of these.
 
 void fused_rms_norm(c10::Stack& stack) {
   const at::Tensor x = stack[0].toTensor();
@@ -108,13 +109,19 @@ void fused_rms_norm_backward(c10::Stack& stack) {
                of_weight ? meta_like(stack[4].toTensor()) : at::Tensor()});
 }
 
-/// Rows by groups, [rows, in] of [groups, in, out], or products of groups of columns, [in, rows] of
-/// [rows, out].
+/// Products by groups: rows or columns of one that `offs` cuts, or whole matrices of both. Rows of the
+/// result begin at multiples of 16 bytes.
 void grouped_mm(c10::Stack& stack) {
   const at::Tensor a = stack[0].toTensor(), b = stack[1].toTensor();
-  const std::int64_t groups = stack[2].toTensor().numel();
-  give(stack, {b.dim() == 3 ? meta({a.size(0), b.size(2)}, a.scalar_type())
-                            : meta({groups, a.size(0), b.size(1)}, a.scalar_type())});
+  const at::ScalarType dtype = stack[4].isInt() ? stack[4].toScalarType() : a.scalar_type();
+  std::vector<std::int64_t> sizes{a.size(-2), b.size(-1)};
+  if (a.dim() == 3 && b.dim() == 3) sizes.insert(sizes.begin(), a.size(0));
+  if (a.dim() == 2 && b.dim() == 2) sizes.insert(sizes.begin(), stack[2].toTensor().numel());
+  const auto piece = static_cast<std::int64_t>(16 / c10::elementSize(dtype));
+  const std::int64_t width = (sizes.back() + piece - 1) / piece * piece;
+  std::vector<std::int64_t> strides{width, 1};
+  if (sizes.size() == 3) strides.insert(strides.begin(), width * sizes[1]);
+  give(stack, {at::detail::empty_strided_meta(sizes, strides, dtype)});
 }
 
 /// The result in the order of the queries' memory, a sum of each row, and seed and offset.

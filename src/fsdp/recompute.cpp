@@ -98,7 +98,7 @@ void set_state_of(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-/// Of the kinds of devices that libtorch computes on; that of a dry run draws nothing.
+/// Whether libtorch draws on the device; that of a dry run computes nothing.
 bool has_generator(at::Device device) { return at::isAccelerator(device.type()); }
 
 RandomState RandomState::now(at::Device device) {

@@ -26,7 +26,7 @@ namespace tessera::models {
 /// The output projection of a head, registered in it as "lm_head".
 std::shared_ptr<nn::Linear> add_lm_head(torch::nn::Module& head, const ModelSpec& spec,
                                         const nn::TensorRegion& region);
-/// What becomes of the projection before it is the logits.
+/// How the projection becomes the logits.
 struct LogitsOptions {
   double divisor = 1.0;
   std::optional<double> cap = std::nullopt;  ///< nn::soft_cap

@@ -56,7 +56,7 @@ struct Gpt2Spec {
   bool operator==(const Gpt2Spec&) const = default;
 };
 
-/// Of Granite. The fields carry the names of the file's keys.
+/// The scales of Granite. The fields carry the names of the file's keys.
 struct GraniteSpec {
   double embedding_multiplier = 1.0;  ///< of what the embedding gives
   double attention_multiplier = 1.0;  ///< of the scores of queries and keys

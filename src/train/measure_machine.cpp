@@ -254,10 +254,10 @@ void require_memory_to_measure(int local, int ranks, double available) {
   constexpr double kProgram = 96.0 * (1 << 20);  // without pages that ranks share
   const double gathered = static_cast<double>(kSlices.back()) * ranks;
   const double taken = local * (kProgram + std::max(2.0 * kCopiedOnCpu, gathered));
-  TESSERA_CHECK(taken <= available, ErrorKind::kUsage, "--nproc: found ", local,
+  TESSERA_CHECK(taken <= available, ErrorKind::kUsage, "measure: found ", local,
                 " ranks on this host of ", ranks, ", which take ", size_text(std::llround(taken)),
                 " at once to measure, expected at most the ", size_text(std::llround(available)),
-                " that no process has; start fewer");
+                " that no process has; start fewer (--nproc, or the launcher's)");
 }
 
 void require_memory_to_measure(World& world) {

@@ -71,17 +71,17 @@ MachineMemory least_memory(World& world) {
   return least;
 }
 
-ComputesOn computes_on(const Config& config) {
+KernelsOf computes_on(const Config& config) {
   const bool has_cuda = config.device == DeviceName::kCuda ||
                         (config.device == DeviceName::kAuto && comm::cuda_devices() > 0);
-  return has_cuda ? ComputesOn::kCuda : ComputesOn::kCpu;
+  return has_cuda ? KernelsOf::kGpu : KernelsOf::kCpu;
 }
 
 MachineMemory memory_here(const Config& config, int ranks, const AskedMemory& asked) {
   if (asked.device_bytes) return {static_cast<double>(*asked.device_bytes), 1, "a device"};
   const auto& budget = config.compile.memory_budget;
   if (config.compile.mode == CompileChoice::kOff || !budget || budget->share == 0.0) return {};
-  if (computes_on(config) == ComputesOn::kCpu) {
+  if (computes_on(config) == KernelsOf::kCpu) {
     return {ram_bytes(), std::min(ranks, asked.ranks_per_host.value_or(ranks))};
   }
   TESSERA_CHECK(comm::cuda_devices() > 0, ErrorKind::kConfig,
@@ -92,7 +92,7 @@ MachineMemory memory_here(const Config& config, int ranks, const AskedMemory& as
 }
 
 BucketsOn buckets_here(const Config& config) {
-  return computes_on(config) == ComputesOn::kCuda ? BucketsOn::kDevice : BucketsOn::kHost;
+  return computes_on(config) == KernelsOf::kGpu ? BucketsOn::kDevice : BucketsOn::kHost;
 }
 
 CompileOptions planned_options(const Config& config, const ModelSource& source,

@@ -38,7 +38,7 @@ MachineMemory least_memory(World& world);
 /// no device is here, and `asked` does not give its memory.
 MachineMemory memory_here(const Config& config, int ranks, const AskedMemory& asked = {});
 /// The kind of device that the run would compute on here.
-ComputesOn computes_on(const Config& config);
+KernelsOf computes_on(const Config& config);
 /// Where the buckets of a run would lie that is to run here.
 BucketsOn buckets_here(const Config& config);
 

@@ -102,7 +102,7 @@ TEST(Measure, MoreRanksThanMemoryHoldsAreRefusedBeforeTheyStart) {
   const TemporaryFolder folder;
   for (const std::string ranks : {"1024", "4096"}) {
     EXPECT_THAT(run_program(folder, {"measure", "--device", "cpu", "--nproc", ranks}),
-                Exits(2, concat("--nproc: found ", ranks, " ranks"), "start fewer"));
+                Exits(2, concat("measure: found ", ranks, " ranks"), "start fewer"));
   }
 }
 

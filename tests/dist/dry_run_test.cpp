@@ -354,14 +354,14 @@ TEST(DryRunOfAModule, OnAGpuThatIsNotThere) {
   for (const auto& [count, sizes] : cases()) {
     SCOPED_TRACE(concat("case ", number++));
     const DryRun cpu = dry_run(build_of(sizes), 0, count);
-    const DryRun gpu = dry_run(build_of(sizes), 0, count, DryKernels::kGpu);
+    const DryRun gpu = dry_run(build_of(sizes), 0, count, KernelsOf::kGpu);
     EXPECT_EQ(in_order(gpu), in_order(cpu));
     EXPECT_GE(gpu.shards, cpu.shards);
     EXPECT_GT(gpu.peak, gpu.between_steps);
     EXPECT_GT(gpu.between_steps, gpu.shards + gpu.moments);
     EXPECT_EQ(gpu.between_steps % 512, 0);
     EXPECT_EQ(gpu.peak % 512, 0);
-    const DryActivations kept = dry_activations(build_of(sizes), 0, count, DryKernels::kGpu);
+    const DryActivations kept = dry_activations(build_of(sizes), 0, count, KernelsOf::kGpu);
     EXPECT_GT(kept.forward.units.size(), 0U);
   }
 }
@@ -521,6 +521,35 @@ TEST(DryActivations, OfALoopWithoutAScope) {
 
 // Budgets between the least and all: plans recompute less and less, and neither the dry run of a plan
 // nor a run that follows it takes more than what the budget leaves it.
+// Several forwards before the first backward, as of an accumulated loss: the last micro-batch's units
+// stand beside all that the others keep.
+TEST(DryActivations, OfMicroBatchesThatAreUnderWayAtOnce) {
+  const Sizes sizes;
+  const auto build = [&](World& world) -> DryModel {
+    const Mesh mesh = data_mesh(world);
+    auto model = std::make_shared<Sharded<Net>>(
+        fully_shard(std::make_shared<Net>(mesh, sizes), mesh, PrecisionPolicy()));
+    return {.model = model, .compute = [model, sizes] {
+              at::Tensor loss;
+              for (int i = 0; i < 3; ++i) {
+                const at::Tensor x = at::randn({sizes.rows, sizes.width});
+                const at::Tensor one = model->forward(x).square().mean();
+                loss = i == 0 ? one : loss + one;
+              }
+              backward(loss);
+            }};
+  };
+  const DryRun run = dry_run(build, 0, 2);
+  const auto found = dry_activations(build, 0, 2);
+  EXPECT_EQ(std::ssize(found.forward.units), sizes.layers);
+  std::int64_t units = 0;
+  for (const auto& unit : found.forward.units) units += unit.none;
+  EXPECT_GE(found.forward.beside, 2 * units);
+  const std::int64_t sum = found.others + all_of(found.forward) + run.unsharded;
+  EXPECT_GE(sum, run.peak);
+  EXPECT_LE(sum, run.peak + run.peak / 100);
+}
+
 TEST(DryActivations, BudgetsThatGoByThemAreKept) {
   for (const auto& [layers, nests, repeats, clips] : std::vector{
            std::tuple{6, false, false, false}, {3, true, false, true}, {4, false, true, false}}) {

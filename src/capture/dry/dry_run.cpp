@@ -40,10 +40,8 @@ struct Counted {
 };
 
 /// `mode`: of all that plans may recompute, and no plans; none: as the program has said.
-Counted count(const DryBuild& build, int rank, int ranks, DryKernels kernels,
+Counted count(const DryBuild& build, int rank, int ranks, KernelsOf kernels,
               std::optional<RecomputeMode> mode) {
-  const auto computes =
-      kernels == DryKernels::kCpu ? dry::Computes::kOnHost : dry::Computes::kOnDevice;
   Counted found;
   DryRun& run = found.run;
   const auto world = comm::dry_world(
@@ -53,8 +51,8 @@ Counted count(const DryBuild& build, int rank, int ranks, DryKernels kernels,
            [&](const auto& one) {
              run.messages.push_back({one.tag, one.sends, one.peer, one.bytes});
            }},
-      computes);
-  const dry::FakeScope no_values(computes);
+      kernels);
+  const dry::FakeScope no_values(kernels);
   dry::MemoryCount memory;
   const DryModel built = build(*world);
   TESSERA_CHECK(built.model != nullptr && built.compute, ErrorKind::kUsage,
@@ -102,11 +100,11 @@ capture::StepMemory beside_pool(const Counted& step) {
 
 }  // namespace
 
-DryRun dry_run(const DryBuild& build, int rank, int ranks, DryKernels kernels) {
+DryRun dry_run(const DryBuild& build, int rank, int ranks, KernelsOf kernels) {
   return count(build, rank, ranks, kernels, std::nullopt).run;
 }
 
-DryActivations dry_activations(const DryBuild& build, int rank, int ranks, DryKernels kernels) {
+DryActivations dry_activations(const DryBuild& build, int rank, int ranks, KernelsOf kernels) {
   const auto counted_in = [&](RecomputeMode mode) {
     return count(build, rank, ranks, kernels, mode);
   };

@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -29,10 +30,11 @@ struct UnitPasses {
 
 UnitPasses passes_of(const StepMemory& step, const std::set<std::string>& units) {
   UnitPasses found;
-  bool is_forward = true;
+  bool is_forward = true, is_whole = false;
   for (const DryPass& pass : step.passes) {
-    if (pass.is_forward && !is_forward) found = {};  // the next micro-batch
+    if (pass.is_forward && (!is_forward || is_whole)) found = {};  // the next micro-batch
     is_forward = pass.is_forward;
+    is_whole = is_forward && pass.unit == unit_label("");
     if (is_forward) found.end = pass.after;  // the root's comes last
     if (!units.contains(pass.unit)) continue;
     if (is_forward) {

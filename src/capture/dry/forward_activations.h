@@ -1,4 +1,4 @@
-// What forwards leave for their backwards, by unit and mode of recomputation, out of three counted
+// Counts what forwards leave for their backwards, by unit and mode of recomputation, out of three counted
 // steps: what CompileOptions::activations takes. Next: counted_step.h, ../recompute_pass.h.
 #pragma once
 

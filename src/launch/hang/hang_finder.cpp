@@ -337,7 +337,7 @@ class Finder {
     for (const auto& [item, board] : latest) root.pending.push_back(named(*item, *board));
   }
 
-  /// Of a rank that was lost before anybody waited for it: what comes, by the earlier steps of the
+  /// For a rank that was lost before anybody waited for it: what comes, by the earlier steps of the
   /// rank with which it shares the most groups, after the last one that it has come to for certain.
   std::optional<NamedIssue> next_by_others(int rank) const {
     const RankBoard* like = nullptr;
@@ -384,7 +384,7 @@ class Finder {
     return comm::next_of(board, {wait.lane, is_for(wait), 0, 0, wait.pass});
   }
 
-  /// Of the waits for a rank the one that it comes to first: by its own earlier steps, or, where it has
+  /// Picks, of the waits for a rank, the one that it comes to first: by its own earlier steps, or, where it has
   /// said nothing, by the order in which one that does the same, and has come further, issued them.
   const Edge& first_of(int rank, const std::vector<Edge>& edges) const {
     const Edge* first = &edges.front();
@@ -543,7 +543,7 @@ class Finder {
     left.push_back(leaver(board.rank, items, items.size() - 1, expected, true));
   }
 
-  /// Of what the rank has issued lately in its own wait's group and in that of a wait for it, the
+  /// Picks, of what the rank has issued lately in its own wait's group and in that of a wait for it, the
   /// first that came right before, too, where something else comes next.
   void add_doubled(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
     const BoardWait& own = board.waits.front();

@@ -40,7 +40,7 @@ struct HangRoot {
   std::string how;                   ///< kLeftOrder: "skipped", "issued twice", "issued too early"
   std::int64_t since_ms = 0;         ///< it issued that so long ago
   int waited_for_by = 0;             ///< ranks
-  /// Of a rank without a board: what others have issued in its groups and do not know to be through,
+  /// For a rank without a board: what others have issued in its groups and do not know to be through,
   /// the latest first.
   std::vector<NamedIssue> pending = {};
 };

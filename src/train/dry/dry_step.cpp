@@ -167,14 +167,13 @@ DryStep dry_step(const Config& config, const ModelSource& source, int rank, int 
     choice.emplace(choice_by(options.loads, models::routed_experts(source.spec)));
   }
   DryStep found{.has_loads = !options.loads.are_even()};
-  const auto computes =
-      computes_on(config) == ComputesOn::kCuda ? dry::Computes::kOnDevice : dry::Computes::kOnHost;
+  const KernelsOf kernels = computes_on(config);
   const auto world =
       comm::dry_world(rank, ranks,
                       {.collective = [&](const auto& one) { found.collectives.push_back(one); },
                        .message = [&](const auto& one) { found.messages.push_back(one); }},
-                      computes);
-  const dry::FakeScope no_values(computes);
+                      kernels);
+  const dry::FakeScope no_values(kernels);
   dry::MemoryCount count;
   DryRank run(config, source, *world);
   const auto step = [&](std::int64_t number) {

@@ -108,10 +108,10 @@ std::string table_line(std::string_view what, std::int64_t bytes, std::string_vi
   return text + (why.empty() ? "" : concat("  ", why)) + "\n";
 }
 
-std::string kernels_line(ComputesOn device) {
-  return device == ComputesOn::kCpu ? "  forecast for CPU kernels\n"
-                                    : "  forecast for kernels of cuda; their work space, cuBLAS "
-                                      "and NCCL take some besides\n";
+std::string kernels_line(KernelsOf device) {
+  return device == KernelsOf::kCpu ? "  forecast for CPU kernels\n"
+                                   : "  forecast for kernels of cuda; their work space, cuBLAS "
+                                     "and NCCL take some besides\n";
 }
 
 std::string to_string(const MemoryTable& table) {

@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "layout/parallel_dims.h"
+#include "tessera/kernels_of.h"
 #include "tessera/recompute_mode.h"
 #include "train/config/config.h"
 #include "train/dry/dry_step.h"
@@ -43,10 +44,8 @@ struct ActivationBytes {
 /// `held`: what the table counts apart.
 ActivationBytes activation_bytes(const DryStep& step, const RankMemory& held);
 
-/// Whose kernels dry steps of a run are made with.
-enum class ComputesOn : std::uint8_t { kCpu, kCuda };
 /// The line of a table that names the kernels of its forecast.
-std::string kernels_line(ComputesOn device);
+std::string kernels_line(KernelsOf device);
 
 struct MemoryTable {
   RankMemory held = {};
@@ -54,7 +53,7 @@ struct MemoryTable {
   RecomputeMode mode = RecomputeMode::kNone;                  ///< what the configuration asks for
   std::int64_t rows = 1;                                      ///< of a micro-batch
   std::int64_t positions = 0;
-  ComputesOn computes_on = ComputesOn::kCpu;
+  KernelsOf computes_on = KernelsOf::kCpu;
   std::string images = {};  ///< images_text()
   std::int64_t total(RecomputeMode of) const {
     const auto found = activations.find(of);

@@ -50,7 +50,7 @@ struct PipelineMemory {
   bool knows_activations = false;  ///< training.seq_len is known
   std::int64_t rows = 1;           ///< of a micro-batch
   std::int64_t positions = 0;
-  ComputesOn computes_on = ComputesOn::kCpu;
+  KernelsOf computes_on = KernelsOf::kCpu;
   std::string images = {};  ///< images_text()
 };
 

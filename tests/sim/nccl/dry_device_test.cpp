@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 #include "comm/device.h"
+#include "comm/host_read.h"
 #include "proof.h"
 #include "sim/in_place.h"
 #include "sim/sim.h"
@@ -85,6 +87,23 @@ TEST(DryDevice, HoldsAndIssuesWhatARunDoes) {
           << "rank " << rank;
     }
   });
+}
+
+// A run counts steps while it is under way: afterwards its thread still waits for its own World.
+TEST(DryDevice, LeavesTheThreadToItsWorld) {
+  const DrawnRun run(train::drawn(1));
+  train::Config config = run.config;
+  config.device = train::DeviceName::kCuda;
+  std::thread([&] {
+    WorldOptions options;
+    options.device = "sim";
+    const auto world = World::of_one(options);
+    const auto waits = comm::HostWaits::of_this_thread();
+    ASSERT_NE(waits, nullptr);
+    static_cast<void>(dry_step(config, run.source, 0, 8));
+    EXPECT_EQ(comm::HostWaits::of_this_thread(), waits);
+    EXPECT_TRUE(comm::backward_stays_here());
+  }).join();
 }
 
 }  // namespace

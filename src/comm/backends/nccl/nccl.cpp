@@ -174,9 +174,9 @@ class Launch {
   /// The blocks of device_leases().
   template <class Op>
   std::vector<at::Tensor> leased(const Op& op) {
-    if (!pool_) pool_ = std::make_unique<BufferPool>(device_);
     std::vector<at::Tensor> taken;
     for (const DeviceLease& lease : device_leases(op, ranks_, rank_)) {
+      if (!pool_) pool_ = std::make_unique<BufferPool>(device_);
       taken.push_back(leases_.emplace_back(pool_->take(lease.numel, lease.dtype)));
     }
     return taken;
