@@ -24,6 +24,7 @@ ROOMS = {
 HOME = {
     "checkpoint_values": "io",
     "forward_signature": "grad",
+    "kernels_of": "kernels",
     "log_level": "base",
     "optimizer_rule": "grad",
     "precision": "grad",
