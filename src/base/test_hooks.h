@@ -137,6 +137,10 @@ inline constinit Hook<std::chrono::microseconds(const comm::MailTag& tag)> messa
 /// The same: whether sends are buffered, so that they end before their receives are posted; code
 /// that relies on it hangs without.
 inline constinit Hook<bool()> buffered_messages;
+/// parallel/collectives.h: how long after its issue a collective of activations arrives at the earliest.
+/// Who waits for it sleeps until then; no thread is held before. `where` as it is issued: "experts
+/// dispatch".
+inline constinit Hook<std::chrono::microseconds(const std::string& where)> exchange_delay;
 /// comm/queue.h, on the issuing thread, before a batch is issued: whether it is held back until the
 /// next one was (an injected reordering). Not of groups on devices, which the caller issues to.
 inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;

@@ -215,7 +215,8 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
       add_parameter("down_proj_bias", {count, hidden}, nn::bias_of_layer(expert_sum_layout(share)));
 }
 
-at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
+at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing,
+                               std::function<void()> meanwhile) {
   const auto layout =
       moe_.layout == ExpertLayout::kInOut ? nn::GroupLayout::kInOut : nn::GroupLayout::kOutIn;
   moe::ExpertWeights weights{gate_up_proj_,
@@ -230,6 +231,7 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
   }
   moe::ExpertOptions options{activation_of(moe_), axes_.score, axes_.experts};
   if (moe_.scores_before_experts) options.score = moe::Score::kBeforeExperts;
+  options.meanwhile = std::move(meanwhile);
   if (axes_.experts.alone()) options.name = name_;  // collectives are of all layers alike
   return moe::experts(x, routing, weights, options);
 }
@@ -273,13 +275,17 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   const moe::Routing routing = router_->route(
       router_->scores(routed), tokens_.values_of_routed(request.imposed, x.size(0), x.size(1)),
       expert_bias());
-  const at::Tensor given = experts_->forward(tokens_.sent(routed), tokens_.sent(routing));
-  at::Tensor y = tokens_.returned(given, entered.sizes());
-  if (shared_experts_) {
+  at::Tensor shared;
+  const auto run_shared = [&] {
     // With a sum at the exit the shared experts' addends go along.
-    y = y +
-        (tokens_.sums_at_exit() ? shared_experts_->addend(entered) : shared_experts_->forward(x));
-  }
+    shared =
+        tokens_.sums_at_exit() ? shared_experts_->addend(entered) : shared_experts_->forward(x);
+  };
+  const at::Tensor given = experts_->forward(
+      tokens_.sent(routed), tokens_.sent(routing),
+      shared_experts_ ? std::function<void()>(run_shared) : std::function<void()>());
+  at::Tensor y = tokens_.returned(given, entered.sizes());
+  if (shared_experts_) y = y + shared;
   return {tokens_.leave(y), tokens_.counted(load_of(
                                 routing, request.statistics,
                                 tokens_.values_of_routed(request.fillers, x.size(0), x.size(1))))};

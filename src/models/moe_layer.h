@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -57,7 +58,9 @@ class ExpertBank : public nn::PlacedModule, public IsModelPart {
   ExpertBank(const ModelSpec& spec, const LocalSizes& sizes);
   ModelPart part() const override { return ModelPart::kExperts; }
   /// x [M, H] -> [M, H] in x's dtype.
-  at::Tensor forward(const at::Tensor& x, const moe::Routing& routing);
+  /// `meanwhile`: moe::ExpertOptions.
+  at::Tensor forward(const at::Tensor& x, const moe::Routing& routing,
+                     std::function<void()> meanwhile = {});
   /// Adds the parameters PRODUCT.lora_A.weight [E, rank, in] and PRODUCT.lora_B.weight [E, out,
   /// rank] beside a product of this bank ("gate_up_proj", "down_proj"), before sharding.
   void add_adapter(const std::string& product, const nn::LoraOptions& options);

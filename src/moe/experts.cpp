@@ -412,13 +412,19 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
 
   at::Tensor rows = gather_tokens(x, order);
   if (before) rows = scale_rows(rows, routing.weights, order);
+  const auto meanwhile = [&] {
+    if (options.meanwhile) options.meanwhile();
+  };
   at::Tensor out;
   if (options.ep.alone()) {
+    meanwhile();
     out = compute(rows, weights, {known.offsets, order.ends}, options.activation);
   } else {
     const DispatchPlan dispatch_plan =
         plan_dispatch(known.offsets, known.received, dispatch_options, x.device());
-    const at::Tensor here = to_experts(rows, dispatch_plan);
+    RowsToExperts leaving = begin_to_experts(rows, dispatch_plan);
+    meanwhile();
+    const at::Tensor here = leaving.finish(dispatch_plan);
     out = from_experts(compute(here, weights, dispatch_plan.groups, options.activation),
                        dispatch_plan);
   }
@@ -569,15 +575,21 @@ DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& re
   return dispatch_plan;
 }
 
-at::Tensor to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {
+RowsToExperts begin_to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {
   // Else the others would wait for this rank's part of the way back.
   const bool joins =
       dispatch_plan.options.differentiable && !rows.requires_grad() && c10::GradMode::is_enabled();
   const at::Tensor leaving = joins ? rows.detach().requires_grad_(true) : rows;
-  const at::Tensor arrived =
-      parallel::all_to_all(leaving, dispatch_plan.options.axis, dispatch_plan.splits,
-                           dispatch_plan.options.where + " dispatch");
-  return reordered(arrived, dispatch_plan.arrival_of_row, dispatch_plan.row_of_arrival);
+  return {parallel::begin_all_to_all(leaving, dispatch_plan.options.axis, dispatch_plan.splits,
+                                     dispatch_plan.options.where + " dispatch")};
+}
+
+at::Tensor RowsToExperts::finish(const DispatchPlan& dispatch_plan) {
+  return reordered(rows.finish(), dispatch_plan.arrival_of_row, dispatch_plan.row_of_arrival);
+}
+
+at::Tensor to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {
+  return begin_to_experts(rows, dispatch_plan).finish(dispatch_plan);
 }
 
 at::Tensor from_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan) {

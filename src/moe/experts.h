@@ -20,6 +20,7 @@
 #include "nn/grouped_linear.h"
 #include "parallel/axis.h"
 #include "parallel/collectives.h"
+#include "parallel/transitions.h"
 
 namespace tessera::moe {
 
@@ -75,6 +76,9 @@ struct ExpertOptions {
   /// the result: S(0), tokens of this rank.
   parallel::Axis ep = {};
   std::string name = "experts";  ///< of the layer, in errors about collectives
+  /// Called once, while rows travel to their experts (without `ep` at the same place): what a layer
+  /// computes beside its experts. Its backward runs while the rows' gradients travel back.
+  std::function<void()> meanwhile = {};
 };
 
 /// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. On a device the host reads values
@@ -132,6 +136,13 @@ DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& re
 /// rows [own rows, H], by expert -> [rows of the own experts, H], by expert. Collective. Bytes a
 /// rank sends: its rows for other ranks.
 at::Tensor to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);
+
+/// The same in two halves.
+struct RowsToExperts {
+  parallel::MovingRows rows;
+  at::Tensor finish(const DispatchPlan& dispatch_plan);
+};
+RowsToExperts begin_to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);
 
 /// The way back. Collective.
 at::Tensor from_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);

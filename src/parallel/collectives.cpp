@@ -5,9 +5,14 @@
 #include <ATen/record_function.h>
 #include <c10/util/accumulate.h>
 
+#include <chrono>
 #include <numeric>
+#include <optional>
+#include <thread>
+#include <utility>
 
 #include "base/doing.h"
+#include "base/test_hooks.h"
 #include "base/trace.h"
 #include "comm/batch.h"
 #include "comm/group.h"
@@ -19,29 +24,56 @@
 namespace tessera::parallel {
 namespace {
 
-void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
-  TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name, " of one rank");
-  comm::Batch batch;
-  batch.label.kind = kind;
-  batch.label.unit = where;
-  batch.label.within = UnitHere::unit();
-  batch.label.within_micro_batch = UnitHere::micro_batch();
-  batch.ops.push_back(std::move(op));
-  RECORD_USER_SCOPE("tessera::wait");
-  Trace* const trace = current_trace();
-  TraceSpan span;
-  if (trace != nullptr) {
-    span.row = TraceRow::kActivations;
-    span.name = where;
-    span.arguments = {{"axis", axis.name},
-                      {"kind", std::string(comm::to_string(kind))},
-                      {"sent_bytes", comm::sent_bytes(batch, axis.size, axis.rank)}};
-    span.begin = trace->now();
+/// A collective that was issued, until it was waited for.
+class Exchange {
+ public:
+  Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where)
+      : where_(where) {
+    TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name,
+                      " of one rank");
+    comm::Batch batch;
+    batch.label.kind = kind;
+    batch.label.unit = where;
+    batch.label.within = UnitHere::unit();
+    batch.label.within_micro_batch = UnitHere::micro_batch();
+    batch.ops.push_back(std::move(op));
+    if (trace_ != nullptr) {
+      span_.row = TraceRow::kActivations;
+      span_.name = where;
+      span_.arguments = {{"axis", axis.name},
+                         {"kind", std::string(comm::to_string(kind))},
+                         {"sent_bytes", comm::sent_bytes(batch, axis.size, axis.rank)}};
+      span_.begin = trace_->now();
+    }
+    const auto delay = test_hooks::exchange_delay.get();
+    if (delay != nullptr) arrives_ = std::chrono::steady_clock::now() + (*delay)(where);
+    RECORD_USER_SCOPE("tessera::wait");
+    work_ = axis.group->issue(std::move(batch));
   }
-  axis.group->issue(std::move(batch))->wait();
-  if (trace == nullptr) return;
-  span.end = trace->now();
-  trace->add(std::move(span));
+
+  void finish() {
+    RECORD_USER_SCOPE("tessera::wait");
+    const auto begin = TraceClock::now();
+    work_->wait();
+    if (arrives_) std::this_thread::sleep_until(*arrives_);
+    // A step that was traced may have ended since.
+    if (trace_ == nullptr || trace_ != current_trace()) return;
+    span_.end = trace_->now();
+    const std::chrono::duration<double, std::milli> waited = TraceClock::now() - begin;
+    span_.arguments.emplace_back("waited_ms", waited.count());
+    trace_->add(std::move(span_));
+  }
+
+ private:
+  const std::string where_;
+  Trace* const trace_ = current_trace();
+  TraceSpan span_;
+  std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< of a test
+  std::unique_ptr<comm::Work> work_;
+};
+
+void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
+  Exchange(axis, kind, std::move(op), where).finish();
 }
 
 /// In which addends of a dtype travel, and in which they are added.
@@ -138,19 +170,35 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
       .to(result.value_or(x.scalar_type()));
 }
 
-at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                         const std::string& where) {
+struct RowsUnderWay::Issued {
+  Exchange exchange;
+};
+
+RowsUnderWay::RowsUnderWay(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                           const std::string& where) {
   const std::int64_t sent = std::accumulate(splits.sends.begin(), splits.sends.end(), 0L);
   const std::int64_t received = std::accumulate(splits.receives.begin(), splits.receives.end(), 0L);
   TESSERA_INVARIANT(rows.size(0) == sent, where, ": ", rows.sizes(), " for ", sent, " rows");
-  const at::Tensor output = at::empty(with_dim(rows, 0, received), rows.options());
+  arriving_ = at::empty(with_dim(rows, 0, received), rows.options());
   const auto sizes = rows.sizes();
   const std::int64_t width = c10::multiply_integers(sizes.begin() + 1, sizes.end());
-  comm::AllToAll op{rows.contiguous(), splits.sends, output, splits.receives};
+  comm::AllToAll op{rows.contiguous(), splits.sends, arriving_, splits.receives};
   for (std::int64_t& count : op.sends) count *= width;
   for (std::int64_t& count : op.receives) count *= width;
-  run(axis, comm::Kind::kAllToAll, std::move(op), where);
-  return output;
+  issued_ = std::make_unique<Issued>(Exchange(axis, comm::Kind::kAllToAll, std::move(op), where));
+}
+RowsUnderWay::~RowsUnderWay() = default;
+
+void RowsUnderWay::finish() {
+  TESSERA_INVARIANT(issued_, "rows that were waited for");
+  std::exchange(issued_, nullptr)->exchange.finish();
+}
+
+at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                         const std::string& where) {
+  RowsUnderWay under_way(rows, axis, splits, where);
+  under_way.finish();
+  return under_way.arriving();
 }
 
 }  // namespace tessera::parallel

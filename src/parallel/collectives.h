@@ -1,5 +1,5 @@
-// The collectives behind the transitions: blocking, without derivatives. For autograd functions of
-// parallel/, moe/ and nn/, whose backwards belong to them.
+// The collectives behind the transitions, without derivatives: blocking, or for rows issued and waited
+// for apart. For autograd functions of parallel/, moe/ and nn/, whose backwards belong to them.
 //
 // None is called on an axis of one rank. `where` names the caller in errors and traces. Next:
 // transitions.h.
@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -39,7 +40,26 @@ struct Splits {
   std::vector<std::int64_t> receives;
   Splits swapped() const { return {receives, sends}; }
 };
-/// Bytes a rank sends: its rows but those for itself.
+/// Rows that were issued. Let go of unfinished, as comm::Work.
+class RowsUnderWay {
+ public:
+  RowsUnderWay(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+               const std::string& where);
+  ~RowsUnderWay();
+  RowsUnderWay(const RowsUnderWay&) = delete;
+  RowsUnderWay& operator=(const RowsUnderWay&) = delete;
+
+  /// What arrives: without values until finish().
+  const at::Tensor& arriving() const { return arriving_; }
+  /// Waits. Once.
+  void finish();
+
+ private:
+  struct Issued;
+  at::Tensor arriving_;
+  std::unique_ptr<Issued> issued_;
+};
+/// Both at once. Bytes a rank sends: its rows but those for itself.
 at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
                          const std::string& where);
 

@@ -19,7 +19,7 @@ constinit thread_local TransitionWatch* watch_here = nullptr;
 
 at::Tensor seen(const Transition& of, Direction direction, const at::Tensor& given,
                 at::Tensor made) {
-  if (watch_here != nullptr) watch_here->saw(of, direction, given, made);
+  note_transition(of, direction, given, made);
   return made;
 }
 
@@ -48,6 +48,11 @@ struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
 };
 
 }  // namespace
+
+void note_transition(const Transition& of, Direction direction, const at::Tensor& given,
+                     const at::Tensor& made) {
+  if (watch_here != nullptr) watch_here->saw(of, direction, given, made);
+}
 
 TransitionWatchScope::TransitionWatchScope(TransitionWatch& watch)
     : outer_(std::exchange(watch_here, &watch)) {}

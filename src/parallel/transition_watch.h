@@ -21,6 +21,10 @@ class TransitionWatch {
                    const at::Tensor& made) = 0;
 };
 
+/// Tells the watch of this thread, where there is one.
+void note_transition(const Transition& of, Direction direction, const at::Tensor& given,
+                     const at::Tensor& made);
+
 /// While alive, `watch` sees the transitions of this thread.
 class TransitionWatchScope {
  public:

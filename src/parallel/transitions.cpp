@@ -122,22 +122,6 @@ struct OnlyFirst : Transition {
   }
 };
 
-// S -> S.
-struct AllToAll : Transition {
-  AllToAll(const Axis& over, Splits rows, std::string name)
-      : Transition("all_to_all", over, std::move(name)), splits(std::move(rows)) {}
-
-  at::Tensor forward(const at::Tensor& rows) const override {
-    return exchange_rows(rows, axis, splits, where);
-  }
-  at::Tensor backward(const at::Tensor& grad) const override {
-    return exchange_rows(grad, axis, splits.swapped(), where + " backward");
-  }
-  TransitionForm form() const override { return {.splits = splits}; }
-
-  const Splits splits;
-};
-
 }  // namespace
 
 at::Tensor all_reduce(const at::Tensor& x, const Axis& axis, To to, const std::string& where,
@@ -179,11 +163,6 @@ at::Tensor pad(const at::Tensor& x, const Axis& axis, const Shard& shard,
 
 at::Tensor only_first(const at::Tensor& x, const Axis& axis) {
   return axis.alone() ? x : apply<OnlyFirst>(x, axis);
-}
-
-at::Tensor all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                      const std::string& where) {
-  return axis.alone() ? rows : apply<AllToAll>(rows, axis, splits, where);
 }
 
 }  // namespace tessera::parallel

@@ -30,6 +30,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <string>
 
@@ -66,7 +68,23 @@ at::Tensor pad(const at::Tensor& x, const Axis& axis, const Shard& shard, const 
 /// R -> P.
 at::Tensor only_first(const at::Tensor& x, const Axis& axis);
 
-/// S(0) -> S(0): rows to other ranks, in rank order.
+/// Rows between the two ends of an all_to_all. What is computed until finish() goes on beside the
+/// exchange, and so does its backward beside the way back: autograd takes them in reverse.
+class MovingRows {
+ public:
+  /// [rows received, ...]: waits for them. Once.
+  at::Tensor finish();
+
+ private:
+  friend MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                                     const std::string& where);
+  at::Tensor arriving_;
+  c10::intrusive_ptr<torch::CustomClassHolder> under_way_;  ///< null: arriving_ is there
+};
+/// S(0) -> S(0): rows to other ranks, in rank order, issued here.
+MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
+                            const std::string& where);
+/// Both ends at once.
 at::Tensor all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
                       const std::string& where);
 

@@ -1,5 +1,11 @@
 // Experts over ranks against all of them on one rank: the same tokens, every gradient.
 
+#include <chrono>
+#include <functional>
+#include <thread>
+
+#include "base/test_hooks.h"
+#include "base/trace.h"
 #include "moe/experts.h"
 #include "nn/mlp.h"
 #include "support/ranks.h"
@@ -171,6 +177,115 @@ TEST_ON_RANKS(ExpertParallel, ARankWhoseTokensNeedNoGradientStillMeetsTheOthers,
   EXPECT_TRUE(out.requires_grad());
   out.backward(inputs.grad);
   EXPECT_EQ(x.grad().defined(), axis.rank == 0);
+}
+
+/// A layer whose shared experts are computed while rows travel, or behind all else: the output, and the
+/// gradients of x, of the routing's weights, of both experts' weights and of the shared ones.
+std::vector<at::Tensor> with_shared(const Inputs& inputs, const parallel::Axis& axis,
+                                    bool while_rows_travel,
+                                    const std::function<void()>& in_backward = {}) {
+  std::vector<at::Tensor> leaves;
+  for (std::size_t i = 0; i < 4; ++i) {
+    leaves.push_back(inputs.tensors[i].clone().requires_grad_(true));
+  }
+  leaves.push_back(
+      here(seeded(9, {kHidden, kHidden}, leaves[0].scalar_type())).requires_grad_(true));
+  at::Tensor shared;
+  const auto compute = [&] {
+    // x meets the shared experts twice, so that sums of gradients have an order.
+    shared = at::silu(at::linear(leaves[0], leaves[4])) * leaves[0];
+    if (in_backward) {
+      shared.register_hook([in_backward](const at::Tensor& /*grad*/) { in_backward(); });
+    }
+  };
+  ExpertOptions options{nn::swiglu_halves, Score::kAfterExperts, axis, "layers.0.mlp.experts"};
+  if (while_rows_travel) options.meanwhile = compute;
+  at::Tensor out =
+      experts(leaves[0], {inputs.indices, leaves[1], {}}, {leaves[2], leaves[3]}, options);
+  if (!while_rows_travel) compute();
+  out = out + shared;
+  out.backward(inputs.grad);
+  std::vector<at::Tensor> results{out.detach()};
+  for (const at::Tensor& leaf : leaves) results.push_back(leaf.grad());
+  return results;
+}
+
+Inputs part_of(const Inputs& inputs, const parallel::Axis& axis, std::int64_t tokens) {
+  const layout::Range mine{axis.rank * tokens, (axis.rank + 1) * tokens};
+  return {own_parts(inputs.tensors, 2, mine, layout::part_of(kExperts, axis.size, axis.rank)),
+          inputs.indices.narrow(0, mine.begin, tokens), inputs.grad.narrow(0, mine.begin, tokens)};
+}
+
+// Sums of gradients keep their order: the shared experts' addends at x come before those of the rows,
+// wherever they are computed.
+TEST(ExpertParallel, WhatIsComputedWhileRowsTravelChangesNoBit) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const int size : {1, 2, 4}) {
+      const Inputs inputs =
+          inputs_of({dtype, std::vector<std::int64_t>(static_cast<std::size_t>(size), 6)});
+      ranks(size).run([&](World& world) {
+        parallel::Axis axis;
+        if (size > 1) {
+          axis = parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, size, 1)), axis::kExpert);
+        }
+        const Inputs mine = here_of(part_of(inputs, axis, 6));
+        const auto apart = with_shared(mine, axis, true), behind = with_shared(mine, axis, false);
+        for (std::size_t i = 0; i < apart.size(); ++i) {
+          EXPECT_TRUE(same_bits(apart[i], behind[i])) << "result " << i << " over " << size;
+        }
+      });
+    }
+  }
+}
+
+// Both ways: rows are under way before the shared experts begin and are waited for behind them.
+TEST(ExpertParallel, RowsTravelWhileSharedExpertsAreComputed) {
+  constexpr auto kDelay = std::chrono::milliseconds(50);
+  const test_hooks::Set late(test_hooks::exchange_delay, [&](const std::string& where) {
+    return std::chrono::microseconds(
+        where.find("dispatch") == std::string::npos ? std::chrono::microseconds(0) : kDelay);
+  });
+  const Inputs inputs = inputs_of({at::kFloat, {6, 6}});
+  ranks(2).run([&](World& world) {
+    const auto axis =
+        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
+    const auto trace = std::make_shared<Trace>();
+    std::vector<TraceClock::time_point> moments;
+    const auto now = [&] { moments.push_back(TraceClock::now()); };
+    {
+      const TraceHere traced(trace);
+      ExpertOptions options{nn::swiglu_halves, Score::kAfterExperts, axis, "experts"};
+      const Inputs mine = here_of(part_of(inputs, axis, 6));
+      const at::Tensor x = mine.tensors[0].clone().requires_grad_(true);
+      at::Tensor shared;
+      options.meanwhile = [&] {
+        now();
+        shared = at::silu(x);
+        shared.register_hook([&](const at::Tensor& /*grad*/) { now(); });
+        // Longer than the rows need: who waits afterwards finds them there.
+        std::this_thread::sleep_for(2 * kDelay);
+      };
+      const at::Tensor out = experts(x, {mine.indices, mine.tensors[1], {}},
+                                     {mine.tensors[2], mine.tensors[3]}, options);
+      (out + shared).backward(mine.grad);
+    }
+    ASSERT_EQ(moments.size(), 2U);
+    const auto spans = trace->take();
+    const auto span = [&](const std::string& name) {
+      return *std::ranges::find(spans, name, &TraceSpan::name);
+    };
+    const TraceSpan there = span("experts dispatch"), back = span("experts dispatch backward");
+    EXPECT_LT(there.begin, moments[0]);
+    EXPECT_LT(moments[0] + 2 * kDelay, there.end);
+    EXPECT_LT(back.begin, moments[1]);
+    EXPECT_LT(moments[1], back.end);
+    const auto waited = [](const TraceSpan& of) {
+      const auto found = std::ranges::find(of.arguments, "waited_ms", &TraceSpan::Argument::first);
+      return std::get<double>(found->second);
+    };
+    EXPECT_LT(waited(there), 25.0);
+    EXPECT_GT(waited(back), 25.0);
+  });
 }
 
 TEST_ON_RANKS(ExpertParallel, ExpertsThatDoNotDivideAreRefused, 2) {
