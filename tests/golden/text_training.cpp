@@ -47,12 +47,13 @@ std::vector<StoredTensor> moved_by_one_ulp(std::vector<StoredTensor> tensors, un
   return tensors;
 }
 
-std::string text_batches(std::int64_t tokens) {
+std::string text_batches(std::int64_t tokens, std::int64_t vocabulary) {
   const std::string text = read_file(data_folder("emma.txt"));
   const std::int64_t size = kTextSteps * kTextRows * tokens;
   EXPECT_GE(std::ssize(text), size);
   const std::vector<std::uint8_t> bytes(text.begin(), text.begin() + size);
   const at::Tensor ids = at::tensor(at::ArrayRef<std::uint8_t>(bytes), at::kLong)
+                             .remainder(vocabulary)
                              .view({kTextSteps, kTextRows, tokens});
   std::vector<StoredTensor> tensors;
   for (const char* name : {"input_ids", "labels"}) {

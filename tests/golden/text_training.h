@@ -25,7 +25,8 @@ std::vector<StoredTensor> moved_by_one_ulp(std::vector<StoredTensor> tensors, un
 
 /// A file of the text as batches of training, rows of `tokens`, the first also as that of
 /// `gradients`.
-std::string text_batches(std::int64_t tokens);
+/// `vocabulary`: of a model that has fewer tokens than the text has bytes, which are wrapped around.
+std::string text_batches(std::int64_t tokens, std::int64_t vocabulary = 256);
 
 /// Of a run that differs in rounding alone, in spreads.
 inline constexpr double kSpreads = 3.0;
