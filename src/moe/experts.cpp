@@ -412,18 +412,15 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
 
   at::Tensor rows = gather_tokens(x, order);
   if (before) rows = scale_rows(rows, routing.weights, order);
-  const auto meanwhile = [&] {
-    if (options.meanwhile) options.meanwhile();
-  };
   at::Tensor out;
   if (options.ep.alone()) {
-    meanwhile();
+    if (options.meanwhile) options.meanwhile();
     out = compute(rows, weights, {known.offsets, order.ends}, options.activation);
   } else {
     const DispatchPlan dispatch_plan =
         plan_dispatch(known.offsets, known.received, dispatch_options, x.device());
     RowsToExperts leaving = begin_to_experts(rows, dispatch_plan);
-    meanwhile();
+    if (options.meanwhile) options.meanwhile();
     const at::Tensor here = leaving.finish(dispatch_plan);
     out = from_experts(compute(here, weights, dispatch_plan.groups, options.activation),
                        dispatch_plan);

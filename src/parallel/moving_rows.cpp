@@ -87,7 +87,8 @@ struct FinishFunction : torch::autograd::Function<FinishFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
     under_way_of(ctx)->begin(Direction::kBackward, grads[0]);
-    return {grads[0], at::Tensor()};  // of the right sizes for Begin, which has what arrives instead
+    return {grads[0],
+            at::Tensor()};  // of the right sizes for Begin, which has what arrives instead
   }
 };
 
