@@ -46,8 +46,8 @@ Json bucket_json(const layout::BucketPlan& bucket, const std::vector<layout::Pla
           {"parameters", parameters}};
 }
 
-Json held_json(const train::RankMemory& held) {
-  return {{"kernels", "cpu"},
+Json held_json(const train::RankMemory& held, KernelsOf kernels) {
+  return {{"kernels", kernels == KernelsOf::kCpu ? "cpu" : "cuda"},
           {"parameters", held.parameters},
           {"gradients", held.gradients},
           {"moments", held.moments},
@@ -120,7 +120,7 @@ Json buckets_of(const layout::PlannedUnit& unit) {
 }
 
 Json json_of(const train::MemoryTable& table) {
-  Json found = held_json(table.held);
+  Json found = held_json(table.held, table.computes_on);
   found["activations"] = nullptr;
   if (table.activations.empty()) return found;
   found["activations"] = {{"rows", table.rows}, {"seq_len", table.positions}};
@@ -132,11 +132,11 @@ Json json_of(const train::MemoryTable& table) {
   return found;
 }
 
-Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
-  Json found = held_json(memory.held);
+Json json_of(const train::PipelineRankMemory& memory, const train::PipelineMemory& whole) {
+  Json found = held_json(memory.held, whole.computes_on);
   found["live_micro_batches"] = memory.live_chunks;
   found["activations"] = nullptr;
-  if (!knows_activations) return found;
+  if (!whole.knows_activations) return found;
   found["activations"] = Json::object();
   for (const auto& [word, mode] : words_of(RecomputeMode{})) {
     found["activations"][std::string(word)] = memory.activations.at(mode);

@@ -24,7 +24,7 @@ Json buckets_of(const layout::PlannedUnit& unit);
 
 /// Activations are null where they are not known.
 Json json_of(const train::MemoryTable& table);
-Json json_of(const train::PipelineRankMemory& memory, bool knows_activations);
+Json json_of(const train::PipelineRankMemory& memory, const train::PipelineMemory& whole);
 
 /// The milliseconds of a step, and of what it waits for.
 Json json_of(const capture::SimulatedStep& step);

@@ -282,7 +282,8 @@ Planned plan_run(const InspectArguments& arguments) {
   const train::MachineMemory machine = train::memory_here(
       config, world,
       {.device_bytes = planned.machine.memory, .ranks_per_host = planned.machine.ranks_per_host});
-  const train::DryStep step = train::dry_step(train::stepped_config(config, dims), source,
+  const train::Config counted = train::with_budget_in_bytes(config, machine);
+  const train::DryStep step = train::dry_step(train::stepped_config(counted, dims), source,
                                               train::busiest_rank(planned.loads, planned.mesh, 0),
                                               world, {.loads = planned.loads});
   planned.memory = train::memory_table(config, source, dims, step, planned.loads);
@@ -379,8 +380,7 @@ Json pipeline_json(const Planned::Pipelined& pipelined) {
              {"units", units},
              {"shard_bytes", kept_bytes(of_rank.plan)}};
     add_traffic(pipelined.traffic[rank], one);
-    one["rank_memory_bytes"] =
-        json_of(pipelined.memory.ranks.at(rank), pipelined.memory.knows_activations);
+    one["rank_memory_bytes"] = json_of(pipelined.memory.ranks.at(rank), pipelined.memory);
     ranks.push_back(std::move(one));
   }
   return {{"schedule", pipelined.plan.name},

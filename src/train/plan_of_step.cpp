@@ -155,6 +155,12 @@ std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machi
                                    static_cast<double>(machine.local_ranks));
 }
 
+Config with_budget_in_bytes(Config config, const MachineMemory& machine) {
+  auto& budget = config.compile.memory_budget;
+  if (budget) budget = MemoryBudget{.bytes = budget_bytes(*budget, machine)};
+  return config;
+}
+
 std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine) {
   if (budget.share == 0.0) return "";
   return concat(

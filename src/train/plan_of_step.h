@@ -76,6 +76,8 @@ struct AskedMemory {
 
 /// A rank's share of a budget.
 std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machine);
+/// A share of the machine's memory as the bytes that it is, for steps that count on another machine.
+Config with_budget_in_bytes(Config config, const MachineMemory& machine);
 /// Explains a share: "90% of the 15.6 GiB of this machine, shared by 8 ranks"; "" for a budget in
 /// bytes.
 std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine);

@@ -234,6 +234,12 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_THAT(text, Says("\n  forecast for CPU kernels\n"));
   EXPECT_THAT(with({"--device", "cuda"}), Says("\n  forecast for kernels of cuda; "));
   EXPECT_EQ(found["rank_memory_bytes"]["kernels"], "cpu");
+  EXPECT_EQ(json::parse(with({"--json", "--device", "cuda"}))["rank_memory_bytes"]["kernels"],
+            "cuda");
+  // A machine that is shipped is a GPU, and a share is one of its memory.
+  EXPECT_THAT(
+      with({"--machine", "h100", "--compile.mode", "plan", "--compile.memory_budget", "90%"}),
+      Says("\n  forecast for kernels of cuda; ", "memory of h100"));
   EXPECT_THAT(with({"--device-memory", "80GiB"}), Says("--device-memory 80.0 GiB: fits, "));
   EXPECT_THAT(with({"--device-memory", "1KiB"}), Says("1.00 KiB: does not fit, "));
 }
