@@ -34,6 +34,9 @@ void index_select(c10::Stack& stack) {
 
 /// Results of the first argument's sizes and dtype.
 void like_first(c10::Stack& stack) { give(stack, {meta_like(stack[0].toTensor())}); }
+void bool_like_first(c10::Stack& stack) {
+  give(stack, {meta(stack[0].toTensor().sizes(), at::kBool)});
+}
 /// The last argument is the result, and becomes like the first.
 void out_like_first(c10::Stack& stack) {
   const at::Tensor out = stack.back().toTensor();
@@ -157,6 +160,7 @@ constexpr std::array kRules{
     Row{"aten::where", "self", where},
     Row{"aten::copy_", "", like_first},
     Row{"aten::flip", "", like_first},
+    Row{"aten::isnan", "", bool_like_first},
     Row{"aten::roll", "", like_first},
     Row{"aten::abs", "out", out_like_first},
     Row{"aten::logical_and", "out", out_of_both},

@@ -26,7 +26,9 @@ std::string time_of(const SmallRun& folder, const std::string& verb, const std::
                     const Words& options, const std::string& world = "2") {
   const Words start =
       verb == "plan" ? Words{"plan", "run.toml"} : Words{"inspect", "--contract", "run.toml"};
-  const Words more = joined({"--world", world, "--compile.mode", "plan"}, options);
+  // Buckets of a GPU, which h100 is, are aligned otherwise.
+  const Words more =
+      joined({"--world", world, "--compile.mode", "plan", "--device", "cpu"}, options);
   return behind(succeeded(run_program(folder, joined(start, more))).out,
                 concat("  a step by ", by, ": "));
 }

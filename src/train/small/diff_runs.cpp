@@ -1,6 +1,7 @@
 #include "train/small/diff_runs.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -164,12 +165,15 @@ check::GradientDiff diff_files(const std::string& a, const std::string& b) {
     diff.parameters.push_back(check::compare_gradient(
         name.substr(kGradientPrefix.size()), of_a.values(name), of_b.values(name), diff.dtype));
   }
-  const auto loss_of = [](const Opened& opened) {
+  const auto loss_of = [](const Opened& opened, const std::string& path) {
     const auto numbers = opened.values("loss").numbers;
-    return numbers.empty() ? 0.0 : numbers.front();
+    const double loss = numbers.empty() ? 0.0 : numbers.front();
+    TESSERA_CHECK(std::isfinite(loss), ErrorKind::kFormat, shown(path), ": found the loss ", loss,
+                  ", expected a finite number");
+    return loss;
   };
-  diff.loss_a = loss_of(of_a);
-  diff.loss_b = loss_of(of_b);
+  diff.loss_a = loss_of(of_a, a);
+  diff.loss_b = loss_of(of_b, b);
   return diff;
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -63,29 +64,42 @@ OnDevice run_in(const test::Place& where, const train::Config& config,
   return found;
 }
 
+void expect_as_a_run(const Drawn& d, const std::function<void(train::Config&)>& set = {}) {
+  DrawnRun run(d);
+  run.config.metrics.trace_steps.clear();
+  if (set) set(run.config);
+  train::ExpertLoads loads;
+  if (d.routed) loads = train::drawn_loads(1, models::routed_experts(run.source.spec));
+  // Ranks of one process hold what they sent until all of them have it; those over NCCL do not, and
+  // say nothing of what they issue.
+  const auto issued = run_in({.device = "sim"}, run.config, run.source, d.ranks(), loads).issued;
+  const OnDevice real =
+      run_in({.device = "sim", .nccl = true}, run.config, run.source, d.ranks(), loads);
+  run.config.device = train::DeviceName::kCuda;
+  for (int rank = 0; rank < d.ranks(); ++rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    const DryStep dry = dry_step(run.config, run.source, rank, d.ranks(), {.loads = loads});
+    train::expect_same(train::issued_in(dry), issued[at], rank);
+    EXPECT_EQ(dry.held.shards, real.parts[at].shards) << "rank " << rank;
+    EXPECT_EQ(dry.held.pool, real.parts[at].pool) << "rank " << rank;
+    EXPECT_EQ(dry.between_steps, real.memory[at].held) << "rank " << rank;
+    EXPECT_NEAR(static_cast<double>(dry.peak), static_cast<double>(real.memory[at].peak),
+                0.03 * static_cast<double>(real.memory[at].peak))
+        << "rank " << rank;
+  }
+}
+
 TEST(DryDevice, HoldsAndIssuesWhatARunDoes) {
-  train::for_drawn(test::full_proof() ? 60 : 6, [](const Drawn& d) {
-    DrawnRun run(d);
-    run.config.metrics.trace_steps.clear();
-    train::ExpertLoads loads;
-    if (d.routed) loads = train::drawn_loads(1, models::routed_experts(run.source.spec));
-    // Ranks of one process hold what they sent until all of them have it; those over NCCL do not, and
-    // say nothing of what they issue.
-    const auto issued = run_in({.device = "sim"}, run.config, run.source, d.ranks(), loads).issued;
-    const OnDevice real =
-        run_in({.device = "sim", .nccl = true}, run.config, run.source, d.ranks(), loads);
-    run.config.device = train::DeviceName::kCuda;
-    for (int rank = 0; rank < d.ranks(); ++rank) {
-      const auto at = static_cast<std::size_t>(rank);
-      const DryStep dry = dry_step(run.config, run.source, rank, d.ranks(), {.loads = loads});
-      train::expect_same(train::issued_in(dry), issued[at], rank);
-      EXPECT_EQ(dry.held.shards, real.parts[at].shards) << "rank " << rank;
-      EXPECT_EQ(dry.held.pool, real.parts[at].pool) << "rank " << rank;
-      EXPECT_EQ(dry.between_steps, real.memory[at].held) << "rank " << rank;
-      EXPECT_NEAR(static_cast<double>(dry.peak), static_cast<double>(real.memory[at].peak),
-                  0.03 * static_cast<double>(real.memory[at].peak))
-          << "rank " << rank;
-    }
+  train::for_drawn(test::full_proof() ? 60 : 6, [](const Drawn& d) { expect_as_a_run(d); });
+}
+
+// Shards of 16 bits have the other half of a master beside them.
+TEST(DryDevice, WithShardsOfSixteenBitsToo) {
+  train::for_drawn(test::full_proof() ? 12 : 2, [](const Drawn& d) {
+    expect_as_a_run(d, [](train::Config& config) {
+      config.precision.storage_dtype.dtype = DType::kBFloat16;
+      config.precision.param_dtype.dtype = DType::kBFloat16;
+    });
   });
 }
 
