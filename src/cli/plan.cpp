@@ -67,6 +67,16 @@ struct PlannedStep {
   }
 };
 
+/// A plan is of whole micro-batches: fewer rows a rank than one has are another run's.
+void require_whole_micro_batches(const train::Config& config, const ParallelDims& dims) {
+  const auto local = config.training.local_batch_size.value_or(1);
+  const auto stepped = train::stepped_config(config, dims).training.local_batch_size.value_or(1);
+  TESSERA_CHECK(stepped == local, ErrorKind::kConfig, "training.global_batch_size: found ",
+                config.training.global_batch_size, ", expected at least ",
+                local * dims.data_ranks(), " (local_batch_size ", local, " x ", dims.data_ranks(),
+                " data rank(s))");
+}
+
 PlannedStep planned_step(const PlanArguments& arguments) {
   PlannedStep step;
   step.machine = machine_of(arguments.machine);
@@ -86,6 +96,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   step.dims = train::resolve_parallelism(config.parallelism, world);
+  require_whole_micro_batches(config, step.dims);
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   step.source = train::open_as(train::model_key(config.model),
                                [&] { return train::open_model(config.model, config.lora); });
