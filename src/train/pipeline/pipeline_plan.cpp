@@ -8,6 +8,7 @@
 #include "base/hash.h"
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
+#include "capture/plan_profile.h"
 #include "pipeline/kinds.h"
 #include "pipeline/schedule_csv.h"
 #include "pipeline/validate.h"
@@ -208,12 +209,15 @@ pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int 
                             double of_operation) {
   const auto tokens = static_cast<double>(config.training.local_batch_size.value_or(1) *
                                           config.training.seq_len.value());
-  const bool again = config.activation_checkpoint.of_layers() == RecomputeMode::kFull;
+  const RecomputeMode mode = config.activation_checkpoint.of_layers();
+  const double again = mode == RecomputeMode::kFull        ? 1.0
+                       : mode == RecomputeMode::kSelective ? capture::kSelectiveShare
+                                                           : 0.0;
   pipeline::Costs costs;
   for (const double per_token : plan.costs) {
     const double forward = per_token * tokens / tp * of_operation;
     costs.push_back({.forward = forward,
-                     .input_gradient = again ? 2 * forward : forward,
+                     .input_gradient = (1.0 + again) * forward,
                      .weight_gradient = forward});
   }
   return costs;

@@ -69,8 +69,8 @@ pipeline::LayerCosts layer_costs(const models::ModelSpec& spec,
                                  const models::ModelDescription& model, std::int64_t row_tokens);
 
 /// What a micro-batch costs on a rank where one operation costs `of_operation`: a forward, as many
-/// operations for the input gradients, with another forward where layers are recomputed, and for the
-/// weight gradients. Needs training.seq_len.
+/// operations for the input gradients, with another forward where layers are recomputed (of mode
+/// selective capture::kSelectiveShare of one), and for the weight gradients. Needs training.seq_len.
 pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int tp,
                             double of_operation);
 
