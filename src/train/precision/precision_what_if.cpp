@@ -185,7 +185,6 @@ class Runs {
  public:
   Runs(const WhatIfRequest& request, World& world, const std::function<void()>& on_first_step)
       : request_(request),
-        world_(world),
         on_first_step_(on_first_step),
         source_(open_as("--model",
                         [&] { return open_model(request.config.model, request.config.lora); })),
@@ -295,7 +294,6 @@ class Runs {
   }
 
   const WhatIfRequest& request_;
-  World& world_;
   const std::function<void()>& on_first_step_;
   const ModelSource source_;
   const ParallelDims dims_;
