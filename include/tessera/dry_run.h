@@ -94,7 +94,7 @@ struct DryActivations {
   /// As CompileOptions::activations takes it: what units without units inside leave, by mode, of the
   /// last micro-batch of a step.
   ForwardActivations forward = {};
-  /// What the rank takes at its peak whatever a plan chooses: shards, gradients, optimizer state,
+  /// Taken by the rank at its peak whatever a plan chooses: shards, gradients, optimizer state,
   /// reductions, other tensors of the program, gradients of activations. A rank that may take B bytes
   /// has CompileOptions::memory_budget = B - others.
   std::int64_t others = 0;

@@ -500,9 +500,7 @@ void check_gradients(const GradientsArguments& gradients, const Overrides& overr
     TESSERA_CHECK(found, ErrorKind::kUsage, "gradients: found no ", option,
                   ", expected it; see tessera gradients --help");
   };
-  const bool reads_files =
-      !gradients.diff.empty() && gradients.diff.front().ends_with(kSafetensors);
-  if (!reads_files) {
+  if (!gradients.diffs_files()) {
     require(!gradients.model.empty() || !gradients.diff.empty(), "--model");
     require(!gradients.batch.empty(), "--batch");
   }

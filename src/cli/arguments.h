@@ -42,6 +42,9 @@ struct GradientsArguments {
   std::optional<int> nproc;
   Overrides overrides;
   std::vector<std::string> diff;  ///< --diff A B; empty: it was not asked for
+
+  /// Whether that is of two files of gradients, and not of two configurations.
+  bool diffs_files() const { return !diff.empty() && diff.front().ends_with(".safetensors"); }
 };
 
 /// The options that describe machines other than this one; planned_machine.h makes one of them.

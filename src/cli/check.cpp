@@ -13,6 +13,8 @@
 #include "train/data/config_paths.h"
 #include "train/dry/dry_batches.h"
 #include "train/hf/model_source.h"
+#include "train/plan_of_step.h"
+#include "train/planned_steps.h"
 
 namespace tessera::cli {
 
@@ -31,6 +33,10 @@ int run_check(const CheckArguments& arguments) {
                                      [&] { return train::open_model(config.model, config.lora); });
   const ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
   config = train::with_rows_of_data(std::move(config), source, dims);
+  config = train::with_budget_in_bytes(
+      config, train::memory_here(
+                  config, world,
+                  {.device_bytes = machine.memory, .ranks_per_host = machine.ranks_per_host}));
   const bool has_time = gives_time(machine, arguments.machine, config, world);
   auto checked = train::check_run(config, source, world, machine.memory,
                                   memory_from(machine, arguments.machine),

@@ -78,10 +78,10 @@ train::DiffSide side_of(const std::string& file, const GradientsArguments& argum
 
 int run_diff(const GradientsArguments& arguments) {
   const auto& [a, b] = std::tie(arguments.diff.at(0), arguments.diff.at(1));
-  const bool are_files = a.ends_with(".safetensors");
   const check::GradientDiff diff =
-      are_files ? train::diff_files(a, b)
-                : train::diff_runs(side_of(a, arguments), side_of(b, arguments), arguments.batch);
+      arguments.diffs_files()
+          ? train::diff_files(a, b)
+          : train::diff_runs(side_of(a, arguments), side_of(b, arguments), arguments.batch);
   return print_found(arguments.json ? json_text(diff) : to_string(diff),
                      diff.is_right() ? kDone : kFoundProblems);
 }

@@ -17,8 +17,8 @@
 namespace tessera::comm {
 namespace {
 
-/// What a thread has of the World that it computes for, put back when a dry one is over: a run may
-/// count steps while it is under way.
+/// Puts back what a thread has of the World that it computes for when a dry one is over: a run may count
+/// steps while it is under way.
 class ThreadOfWorld {
  public:
   ThreadOfWorld()

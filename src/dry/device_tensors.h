@@ -1,7 +1,7 @@
 // Tensors of the fake device: tensors of the CPU's memory under another device's name.
 //
 // Numbers of tokens, counts of experts and flags have values, in memory of the host, and an
-// operation on it runs on tensors of the CPU over the same memory. A view is made so of any tensor,
+// operation on them runs on tensors of the CPU over the same memory. A view is made so of any tensor,
 // fake ones too, since it touches no element. Next: fake_device.h, fake_operations.h.
 #pragma once
 

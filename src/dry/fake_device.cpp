@@ -55,7 +55,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 /// A parameter that was made on the host gets data of the device, as it gets CUDA's (set_data).
 bool is_compatible(const at::Tensor& /*self*/, const at::Tensor& /*other*/) { return true; }
 
-/// Nobody calls it: whoever makes fake tensors sees operations before a device does.
+/// Is never called in a dry run, which sees operations before a device does.
 void has_no_kernel(const c10::OperatorHandle& operation, c10::Stack* /*stack*/) {
   TORCH_CHECK(false, "dry run: found ", c10::toString(operation.operator_name()),
               " on a fake tensor, outside of a dry run");

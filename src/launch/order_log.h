@@ -25,7 +25,7 @@ constexpr std::uint64_t what_of(std::uint64_t fingerprint, std::uint64_t purpose
 /// The other end of a message: `what` of a send is odd, that of its receive is one less.
 constexpr std::uint64_t other_end(std::uint64_t what) { return what ^ 1U; }
 
-/// Names what was issued, in words.
+/// Names what was issued, as text.
 struct IssueWords {
   std::string op;    ///< "all_gather", "send of activations"
   std::string unit;  ///< "layers.3", "stage 1"

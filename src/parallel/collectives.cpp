@@ -27,8 +27,7 @@ namespace {
 /// A collective that was issued, until it was waited for.
 class Exchange {
  public:
-  Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where)
-      : where_(where) {
+  Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
     TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name,
                       " of one rank");
     comm::Batch batch;
@@ -65,8 +64,7 @@ class Exchange {
   }
 
  private:
-  const std::string where_;
-  Trace* const trace_ = current_trace();
+  Trace* trace_ = current_trace();
   TraceSpan span_;
   std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< of a test
   std::unique_ptr<comm::Work> work_;

@@ -49,7 +49,7 @@ class RowsUnderWay {
   RowsUnderWay(const RowsUnderWay&) = delete;
   RowsUnderWay& operator=(const RowsUnderWay&) = delete;
 
-  /// What arrives: without values until finish().
+  /// The rows that arrive: without values until finish().
   const at::Tensor& arriving() const { return arriving_; }
   /// Waits. Once.
   void finish();

@@ -33,7 +33,7 @@ struct AllToAll : Transition {
   const Splits splits;
 };
 
-/// What both nodes share: the exchange that is under way in one direction.
+/// The exchange that is under way in one direction, which both nodes share.
 class UnderWay : public torch::CustomClassHolder {
  public:
   explicit UnderWay(c10::intrusive_ptr<AllToAll> transition) : of_(std::move(transition)) {}
@@ -81,14 +81,15 @@ struct BeginFunction : torch::autograd::Function<BeginFunction> {
 struct FinishFunction : torch::autograd::Function<FinishFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*arriving*/,
                             const c10::intrusive_ptr<UnderWay>& under_way) {
+    grad::refuse_recording("a transition between placements");
     ctx->saved_data["under way"] = c10::IValue::make_capsule(under_way);
     return under_way->finish(Direction::kForward).detach();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
     under_way_of(ctx)->begin(Direction::kBackward, grads[0]);
-    return {grads[0],
-            at::Tensor()};  // of the right sizes for Begin, which has what arrives instead
+    // It has the sizes that Begin is to be given; what Begin returns is what arrives.
+    return {grads[0], at::Tensor()};
   }
 };
 

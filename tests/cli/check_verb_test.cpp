@@ -8,8 +8,8 @@
 
 #include "base/text/count_text.h"
 #include "base/text/printable.h"
+#include "cli/draws.h"
 #include "cli/program.h"
-#include "proof.h"
 
 namespace tessera::cli::check_verb_test {
 namespace {
@@ -18,19 +18,6 @@ using nlohmann::json;
 using Words = std::vector<std::string>;
 
 Words check(const Words& more) { return joined({"check", "run.toml"}, more); }
-
-/// So many draws, each of a seed of its own.
-template <class Draw>
-void each_draw(std::uint64_t few, const Draw& draw) {
-  const auto from = test::environment_number("TESSERA_CHECK_FROM", 1);
-  const auto count =
-      test::environment_number("TESSERA_CHECK_DRAWS", test::full_proof() ? 200 : few);
-  for (std::uint64_t seed = from; seed < from + count; ++seed) {
-    SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    std::mt19937 random(static_cast<std::uint32_t>(seed) * 2654435761U);
-    draw(random);
-  }
-}
 
 std::size_t below(std::mt19937& random, std::size_t count) { return random() % count; }
 

@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "cli/draws.h"
 #include "cli/program.h"
 #include "io/safetensors.h"
-#include "proof.h"
 
 namespace tessera::cli::gradients_diff_test {
 namespace {
@@ -50,18 +50,6 @@ class GradientFiles : public ::testing::Test {
 
   static inline TemporaryFolder* files_ = nullptr;
 };
-
-template <class Draw>
-void each_draw(std::uint64_t few, const Draw& draw) {
-  const auto from = test::environment_number("TESSERA_CHECK_FROM", 1);
-  const auto count =
-      test::environment_number("TESSERA_CHECK_DRAWS", test::full_proof() ? 200 : few);
-  for (std::uint64_t seed = from; seed < from + count; ++seed) {
-    SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    std::mt19937 random(static_cast<std::uint32_t>(seed) * 2654435761U);
-    draw(random);
-  }
-}
 
 std::int64_t count_of(const json& report, const std::string& verdict) {
   return std::ranges::count_if(report.at("parameters"),

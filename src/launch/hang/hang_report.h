@@ -1,4 +1,4 @@
-// HangReport: why a run hangs or was lost, as a value and in words. Pure. Next: hang_finder.h, which
+// HangReport: why a run hangs or was lost, as a value and as text. Pure. Next: hang_finder.h, which
 // works it out from the boards of the ranks.
 #pragma once
 

@@ -21,8 +21,6 @@
 #include "train/pipeline/pipeline_memory.h"
 #include "train/pipeline/pipeline_plan.h"
 #include "train/plan_of_run.h"
-#include "train/plan_of_step.h"
-#include "train/planned_steps.h"
 #include "train/small/compare_runs.h"
 
 namespace tessera::train {
@@ -319,8 +317,7 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
   report.memory = memory;
   report.memory_from = from;
   ModelContract resolved = resolve_model(source, config, dims);
-  const MachineMemory machine = memory_here(config, world, {.device_bytes = memory});
-  const Config stepped = stepped_config(with_budget_in_bytes(config, machine), dims);
+  const Config stepped = stepped_config(config, dims);
   const auto pipeline = resolve_pipeline(
       config, dims, source.spec, source.description,
       {resolve_micro_batches(config, Verb::kContract, rows_in_step(config.training, dims),

@@ -1,8 +1,8 @@
 // The same model in small: each kind of its layers, with sizes of a few numbers.
 //
-// The properties that decide how a model is cut stay: which layers there are, whether ranks of tp have key heads of
-// their own, groups of experts, windows shorter than a row. `tessera check` runs it on all ranks of a
-// layout and on one. No torch in this header. Next: small_run.h.
+// The properties that decide how a model is cut stay: which layers there are, whether ranks of tp have
+// key heads of their own, groups of experts, windows shorter than a row. `tessera check` runs it on all
+// ranks of a layout and on one. No torch in this header. Next: small_run.h.
 #pragma once
 
 #include <cstdint>
