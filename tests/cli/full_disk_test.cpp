@@ -132,7 +132,8 @@ TEST(FullDisk, IsNamedAndTheCheckpointBeforeStays) {
   if (!disk.mounted()) GTEST_SKIP() << "needs the right to mount";
   Process full(folder.path(), two_ranks("run", 20, 2));  // 140 KB each: two fit
   EXPECT_EQ(full.wait(kLong), 1);
-  EXPECT_THAT(full.err(), Says("checkpoint of step 6", "rank_", "No space left on device"));
+  EXPECT_THAT(full.err(), Says("checkpoint of step 6", "run/checkpoint/step-6.tmp/",
+                               "No space left on device"));
   expect_intact(folder, 4);
   ASSERT_TRUE(disk.remount(0, "size=4m"));
   for (const std::string name : {"run", "whole"}) {
