@@ -19,7 +19,7 @@
 
 #include "comm/batch.h"
 #include "comm/group.h"
-#include "comm/relay.h"
+#include "comm/ops/relay.h"
 #include "simulated_watch.h"
 #include "tessera/error.h"
 #include "tessera/world.h"

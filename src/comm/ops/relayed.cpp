@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "comm/ops/relay.h"
 #include "comm/ops/steps.h"
-#include "comm/relay.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "comm/relay.h"
+#include "comm/ops/relay.h"
 
 namespace tessera::comm {
 

@@ -14,7 +14,7 @@
 #include "comm/backends/gloo/exchange.h"
 #include "comm/backends/gloo/gloo_mail.h"
 #include "comm/batch.h"
-#include "comm/relay.h"
+#include "comm/ops/relay.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

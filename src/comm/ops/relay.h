@@ -5,7 +5,7 @@
 // rank sets) keeps its size; what everyone needs of everyone (a gather) doubles each round, and
 // comes to as many bytes as if all had sent to all, in log2 N messages instead of N - 1. Large
 // collectives stay direct: their bytes cost more than their messages, and a sum in rank order
-// cannot be formed on the way. Pure. Next: ops/steps.h.
+// cannot be formed on the way. Pure. Next: steps.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-#include "comm/relay.h"
+#include "comm/ops/relay.h"
 
 #include <algorithm>
 #include <bit>
