@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,6 +32,20 @@ enum class StepReshard : std::uint8_t {
 enum class Backward : std::uint8_t {
   kFull,       ///< forms them
   kInputOnly,  ///< leaves them to run_weight_gradients()
+};
+
+/// A forward and a backward as run_pair() runs them: whose they are, as begin_forward() and
+/// begin_backward() are told, and what computes them.
+struct StepForward {
+  int stage = 0;
+  std::int64_t micro_batch = 0;
+  std::function<void()> run;
+};
+struct StepBackward {
+  int stage = 0;
+  std::int64_t micro_batch = 0;
+  Backward backward = Backward::kFull;
+  std::function<void()> run;
 };
 
 struct StepScopeOptions {
@@ -76,6 +91,16 @@ class StepScope {
   /// The next backward() goes through that forward, and through no other. Not towards chosen tensors
   /// alone (torch::autograd::grad): weight gradients would be missing.
   void begin_backward(int stage, std::int64_t micro_batch, Backward backward = Backward::kFull);
+  /// A forward beside the backward of another micro-batch, or of another stage: while an exchange of
+  /// one is under way (of experts' rows, and what parallel::Axis::gives_turn says) the other one
+  /// computes, on this thread and on call stacks of their own. Gradients and results have the bits
+  /// of begin_forward() and begin_backward() in turn, which it does in a step that records, where
+  /// ranks or micro-batches take other numbers of turns, where checkpoints draw random numbers of the
+  /// process, and for a model that compile() plans. Neither function may wait for the other, nor run
+  /// another pair; an exception of one ends both and comes out of here. Errors: kUsage with
+  /// StepScopeOptions::micro_batches, which says that no forward comes before the last backward;
+  /// kComm where a pass takes other turns than in the first step of its schedule. Collective.
+  void run_pair(const StepForward& forward, const StepBackward& backward);
   /// Forms what the kInputOnly backward of this stage and micro-batch has left, oldest first.
   void run_weight_gradients(int stage, std::int64_t micro_batch);
   /// No forward and no backward of the stage comes any more: its parameters' memory is given back,

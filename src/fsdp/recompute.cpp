@@ -192,6 +192,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+thread_local std::uint64_t t_drew = 0;
+
 using Run = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
 /// What the second run's results have to be like: their gradients have come already, and a sum or
@@ -317,7 +319,10 @@ class Recompute : public torch::autograd::Function<Recompute> {
       outputs = block->run(saved);
     }
     require_unchanged(*block, saved, versions);
-    if (random != fsdp::RandomState::now(block->device)) block->random = std::move(random);
+    if (random != fsdp::RandomState::now(block->device)) {
+      block->random = std::move(random);
+      ++t_drew;
+    }
     separate(outputs, saved);
     block->inputs = saved.size();
     for (const auto& output : outputs) block->outputs.push_back(result_of(output));

@@ -39,6 +39,10 @@ void StepScope::begin_backward(int stage, std::int64_t micro_batch, Backward bac
   impl_->step->begin_backward(stage, micro_batch, backward);
 }
 
+void StepScope::run_pair(const StepForward& forward, const StepBackward& backward) {
+  impl_->step->run_pair(forward, backward);
+}
+
 void StepScope::run_weight_gradients(int stage, std::int64_t micro_batch) {
   impl_->step->run_weight_gradients(stage, micro_batch);
 }

@@ -11,6 +11,7 @@ Axis axis_of(const Mesh& mesh, std::string_view name, std::optional<at::ScalarTy
   axis.name = name;
   axis.size = mesh.size_of(name);
   axis.reduce = reduce;
+  axis.gives_turn = name == axis::kExpert;
   if (axis.alone()) return axis;
   axis.rank = mesh.coordinate(name);
   axis.group = mesh.world()->group(mesh.ranks_of({name}), concat("transitions on ", name));

@@ -30,6 +30,10 @@ struct Axis {
   /// once.
   std::optional<at::ScalarType> reduce = std::nullopt;
 
+  /// While an exchange over it is waited for, a pass beside this one computes (comm/turns.h). Of
+  /// experts' ranks from the start.
+  bool gives_turn = false;
+
   bool alone() const { return size == 1; }
 };
 

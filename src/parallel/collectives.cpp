@@ -16,6 +16,7 @@
 #include "base/trace.h"
 #include "comm/batch.h"
 #include "comm/group.h"
+#include "comm/turns.h"
 #include "layout/range.h"
 #include "parallel/transition.h"
 #include "tessera/error.h"
@@ -27,7 +28,8 @@ namespace {
 /// A collective that was issued, until it was waited for.
 class Exchange {
  public:
-  Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
+  Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where)
+      : gives_turn_(axis.gives_turn) {
     TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name,
                       " of one rank");
     comm::Batch batch;
@@ -51,6 +53,7 @@ class Exchange {
   }
 
   void finish() {
+    if (gives_turn_) comm::Turns::pass();
     RECORD_USER_SCOPE("tessera::wait");
     const auto begin = TraceClock::now();
     work_->wait();
@@ -64,6 +67,7 @@ class Exchange {
   }
 
  private:
+  const bool gives_turn_;
   Trace* trace_ = current_trace();
   TraceSpan span_;
   std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< of a test

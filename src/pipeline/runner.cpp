@@ -20,6 +20,7 @@
 #include "base/text/printable.h"
 #include "base/trace.h"
 #include "comm/group.h"
+#include "comm/turns.h"
 #include "launch/abort_flag.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
@@ -84,6 +85,7 @@ class Walk {
         messages_(messages),
         scope_(parameters.scope),
         reduces_every_(parameters.reduce_every),
+        overlaps_(parameters.overlap),
         trains_(program.passes() == Passes::kForwardAndBackward) {
     const auto& ids = program.schedule().rank_of;
     for (std::size_t stage = 0; stage < ids.size(); ++stage) {
@@ -264,48 +266,93 @@ class Walk {
     }
   }
 
-  /// Here a forward and a backward of two stages may come to run under each other: what both need
-  /// has arrived, what they give is sent when the slot ends.
+  /// What both need has arrived, what they give is sent when the slot ends.
   void side_by_side(const Action& forward, Tensors inputs, const Action& backward,
                     Tensors gradients) {
-    compute(forward, std::move(inputs));
-    compute(backward, std::move(gradients));
+    if (scope_ == nullptr || !overlaps_) {
+      compute(forward, std::move(inputs));
+      compute(backward, std::move(gradients));
+      return;
+    }
+    auto& flight = take_off(forward, inputs);
+    // Roots may need numbers of other ranks, for which no pass waits on its own stack.
+    auto begins = roots_of(backward, gradients);
+    gradients.clear();
+    scope_->run_pair({in_scope(forward.stage), forward.micro_batch,
+                      [&] {
+                        computing(forward, [&] { run_forward(forward, flight, inputs); });
+                      }},
+                     {in_scope(backward.stage), backward.micro_batch, mode_of(backward), [&] {
+                        computing(backward, [&] { run_backward(backward, begins); });
+                      }});
+    end(backward);
   }
 
   void compute(const Action& action, Tensors needed) {
+    computing(action, [&] { run(action, std::move(needed)); });
+    end(action);
+  }
+
+  /// `run` computes the action, on a stack of its own in a pair: an error that leaves it is the
+  /// action's.
+  template <class Run>
+  void computing(const Action& action, const Run& run) {
     const auto* const looked_at = test_hooks::computing.get();
     if (looked_at != nullptr) (*looked_at)(&action);
-    run(action, std::move(needed));
+    place_.action = &action;
+    try {
+      run();
+    } catch (const comm::Turns::Ended&) {
+      throw;
+    } catch (const std::exception&) {
+      place_.action = &action;
+      throw;
+    }
+    place_.action = nullptr;
     if (looked_at != nullptr) (*looked_at)(nullptr);
   }
 
   void run(const Action& action, Tensors needed) {
-    place_.action = &action;
     switch (action.kind) {
-      case ActionKind::kForward:
-        forward(action, std::move(needed));
+      case ActionKind::kForward: {
+        auto& flight = take_off(action, needed);
+        if (scope_ != nullptr) scope_->begin_forward(in_scope(action.stage), action.micro_batch);
+        run_forward(action, flight, needed);
         break;
+      }
       case ActionKind::kInputGradient:
-      case ActionKind::kBackward:
-        backward(action, needed);
+      case ActionKind::kBackward: {
+        const auto begins = roots_of(action, needed);
+        if (scope_ != nullptr) {
+          scope_->begin_backward(in_scope(action.stage), action.micro_batch, mode_of(action));
+        }
+        run_backward(action, begins);
         break;
+      }
       case ActionKind::kWeightGradient:
         if (scope_ != nullptr) {
           scope_->run_weight_gradients(in_scope(action.stage), action.micro_batch);
         }
         break;
     }
+  }
+
+  void end(const Action& action) {
     const bool ends_weights =
         action.kind == ActionKind::kWeightGradient || action.kind == ActionKind::kBackward;
-    if (reduces_every_ && scope_ != nullptr && ends_weights) {
-      scope_->reduce(in_scope(action.stage));
-    }
+    if (!reduces_every_ || scope_ == nullptr || !ends_weights) return;
+    place_.action = &action;
+    scope_->reduce(in_scope(action.stage));
     place_.action = nullptr;
   }
 
-  void forward(const Action& action, Tensors inputs) {
-    const at::AutoGradMode grad_mode(trains_);
-    Stage& stage = *stages_[local(action.stage)];
+  static tessera::Backward mode_of(const Action& action) {
+    return action.kind == ActionKind::kBackward ? tessera::Backward::kFull
+                                                : tessera::Backward::kInputOnly;
+  }
+
+  /// The inputs become leaves.
+  Flight& take_off(const Action& action, Tensors& inputs) {
     const auto& before = borders_.before(local(action.stage), action.micro_batch);
     Flight& flight = this->flight(action);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -313,7 +360,12 @@ class Walk {
       if (is_leaf) inputs[i].set_requires_grad(true);
       if (trains_) flight.inputs.push_back(is_leaf ? inputs[i] : at::Tensor());
     }
-    if (scope_ != nullptr) scope_->begin_forward(in_scope(action.stage), action.micro_batch);
+    return flight;
+  }
+
+  void run_forward(const Action& action, Flight& flight, Tensors& inputs) {
+    const at::AutoGradMode grad_mode(trains_);
+    Stage& stage = *stages_[local(action.stage)];
     Tensors outputs = stage.forward(action.micro_batch, inputs);
     if (action.stage == last_stage()) {
       auto& results = results_[static_cast<std::size_t>(action.micro_batch)];
@@ -344,38 +396,41 @@ class Walk {
     give(action, std::move(outputs));
   }
 
-  void backward(const Action& action, const Tensors& arrived) {
+  /// Where a backward begins, and with what.
+  struct Begins {
+    torch::autograd::edge_list edges;
+    Tensors gradients;
+    Tensors inputs;  ///< leaves of the forward
+  };
+
+  Begins roots_of(const Action& action, const Tensors& arrived) {
     Stage& stage = *stages_[local(action.stage)];
     Flight flight = std::exchange(this->flight(action), {});
     const std::size_t gradients = flight.edges.size();
     Tensors back(arrived.begin() + static_cast<std::ptrdiff_t>(gradients), arrived.end());
 
-    torch::autograd::edge_list edges;
-    Tensors begins;
+    Begins begins;
+    begins.inputs = std::move(flight.inputs);
     for (std::size_t i = 0; i < gradients; ++i) {
       if (!flight.edges[i].is_valid()) continue;
-      edges.push_back(std::move(flight.edges[i]));
-      begins.push_back(arrived[i]);
+      begins.edges.push_back(std::move(flight.edges[i]));
+      begins.gradients.push_back(arrived[i]);
     }
-    {
-      const at::AutoGradMode grad_mode(true);  // they may be computed here
-      auto roots = stage.roots(action.micro_batch, flight.results, back);
-      add_roots(roots, edges, begins);
-    }
-    flight.results.clear();
-    if (scope_ != nullptr) {
-      scope_->begin_backward(in_scope(action.stage), action.micro_batch,
-                             action.kind == ActionKind::kBackward ? tessera::Backward::kFull
-                                                                  : tessera::Backward::kInputOnly);
-    }
+    const at::AutoGradMode grad_mode(true);  // they may be computed here
+    const auto roots = stage.roots(action.micro_batch, flight.results, back);
+    add_roots(roots, begins.edges, begins.gradients);
+    return begins;
+  }
+
+  void run_backward(const Action& action, const Begins& begins) {
     // Where all is frozen up to here there is none. The scope is told all the same: other ranks of
     // the stage may have some.
-    if (!edges.empty()) {
-      torch::autograd::Engine::get_default_engine().execute(edges, begins, /*keep_graph=*/false,
-                                                            /*create_graph=*/false,
-                                                            /*accumulate_grad=*/true);
+    if (!begins.edges.empty()) {
+      torch::autograd::Engine::get_default_engine().execute(
+          begins.edges, begins.gradients, /*keep_graph=*/false, /*create_graph=*/false,
+          /*accumulate_grad=*/true);
     }
-    if (action.stage > 0) give(action, gradients_of(action, flight.inputs));
+    if (action.stage > 0) give(action, gradients_of(action, begins.inputs));
   }
 
   static void add_roots(const Stage::Roots& roots, torch::autograd::edge_list& edges,
@@ -415,6 +470,7 @@ class Walk {
   Messages* const messages_;
   StepScope* const scope_;
   const bool reduces_every_;
+  const bool overlaps_;
   const bool trains_;
   std::map<int, std::size_t> local_;
   std::vector<Flight> flights_;

@@ -12,7 +12,9 @@
 //      ones before that where messages gain by it; a send keeps its memory until it is through, at
 //      the latest to the end of the step. Between two stages of one rank (the turn of a V) tensors
 //      are handed over without message or copy.
-// A slot of an F and a B runs them in turn; side_by_side() is where they may run under each other.
+// A slot of an F and a B is a pair: where Parameters::overlap says so, exchanges of one are under way
+// while the other one computes (StepScope::run_pair), else they run in turn. What both need has
+// arrived before, what they give is sent when the slot ends.
 //
 // An exception in a slot gets the rank, stage, micro-batch and slot into its message, and aborts
 // the World: the others end where they wait. Next: borders.h.
@@ -53,6 +55,7 @@ struct Parameters {
   StepScope* scope = nullptr;  ///< one stage in it for each; null: plain modules
   /// Gradients are reduced after each B or W (StepScopeOptions::sync_every_micro_batch), not once.
   bool reduce_every = false;
+  bool overlap = true;  ///< pairs run under each other, where there is a scope
 };
 
 class Runner {

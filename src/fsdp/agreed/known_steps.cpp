@@ -2,7 +2,17 @@
 
 #include <algorithm>
 
+#include "base/hash.h"
+
 namespace tessera::fsdp {
+
+std::uint64_t StepTurns::hash() const {
+  Hasher hash;
+  for (const auto& stage : stages) {
+    hash.add(stage.forward.value_or(-1)).add(stage.backward.value_or(-1));
+  }
+  return hash.add(std::int64_t{draws}).digest();
+}
 
 KnownStep* KnownSteps::follow(const Schedule& schedule) {
   const auto found = std::ranges::find(all_, schedule, &One::schedule);
@@ -14,9 +24,9 @@ KnownStep* KnownSteps::follow(const Schedule& schedule) {
   return &all_.back().step;
 }
 
-void KnownSteps::put(const Schedule& schedule, StepRecord record) {
+void KnownSteps::put(const Schedule& schedule, StepRecord record, StepTurns turns) {
   forget(schedule);
-  all_.push_back({schedule, {.record = std::move(record)}});
+  all_.push_back({schedule, {.record = std::move(record), .turns = std::move(turns)}});
   drop_first_beyond_most(/*was_followed=*/false);
   ++new_in_a_row_;
 }

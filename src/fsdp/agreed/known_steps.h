@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,8 +27,22 @@ struct PlanInputs {
   bool operator==(const PlanInputs&) const = default;
 };
 
+/// How often a stage's forward and backward give the turn to a pass beside them ([Note: pairs] in
+/// ../runtime/open_step.h); none: micro-batches differ.
+struct StageTurns {
+  std::optional<std::int64_t> forward, backward;
+  bool operator==(const StageTurns&) const = default;
+};
+struct StepTurns {
+  std::vector<StageTurns> stages;
+  bool draws = false;  ///< some checkpoint has drawn random numbers of the process
+  bool operator==(const StepTurns&) const = default;
+  std::uint64_t hash() const;
+};
+
 struct KnownStep {
   StepRecord record;
+  StepTurns turns = {};
   PlanInputs inputs = {};
   std::shared_ptr<const StepPlan> plan = nullptr;  ///< null: none yet
   std::string marks = {};                          ///< end of labels, for a planner's plan
@@ -43,7 +58,7 @@ class KnownSteps {
   KnownStep* follow(const Schedule& schedule);
   /// Replaces the record of `schedule`. Beyond kMost records that were never followed the oldest of
   /// them is dropped, beyond kMost that were the one that was followed least recently.
-  void put(const Schedule& schedule, StepRecord record);
+  void put(const Schedule& schedule, StepRecord record, StepTurns turns = {});
   void forget(const Schedule& schedule);
   void forget_plans();
   void clear() { all_.clear(); }

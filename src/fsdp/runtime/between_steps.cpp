@@ -69,9 +69,15 @@ void Runtime::set_planner(Planner planner, RecomputeMode while_recording) {
   planning_.known.forget_plans();
 }
 
-void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record) {
+void Runtime::warn_of_no_pairs(const std::string& why) {
+  if (std::exchange(warned_of_no_pairs_, true) || world().rank() != 0) return;
+  log::warn("StepScope::run_pair: found that ", why,
+            ": forwards run before the backwards that they were to run beside");
+}
+
+void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record, StepTurns turns) {
   if (!record.is_complete()) return planning_.known.forget(schedule);
-  planning_.known.put(schedule, std::move(record));
+  planning_.known.put(schedule, std::move(record), std::move(turns));
   if (!planning_.known.are_all_new() || std::exchange(warned_of_schedules_, true)) return;
   if (world().rank() != 0) return;
   log::warn("StepScope: found ", KnownSteps::kMost,

@@ -5,7 +5,10 @@
 #include <exception>
 #include <utility>
 
+#include "base/doing.h"
 #include "base/interrupt.h"
+#include "comm/turns.h"
+#include "fsdp/runtime/recompute_scopes.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
@@ -41,6 +44,8 @@ OpenStep::OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t num
       number_(number),
       stages_(static_cast<std::size_t>(options_.stages)),
       units_(runtime.units().size()) {
+  rest(forward_);
+  rest(backward_);
   for (const auto* unit : runtime.units()) {
     std::vector<UnitId> ids;
     for (const auto& lender : unit->lenders) ids.push_back(lender->id());
@@ -78,7 +83,6 @@ void OpenStep::settle_into() {
     runtime_.import_user_changes();
     runtime_.begin_sums();
     base_marks_ = runtime_.marks();
-    marks_ = &base_marks_;
     for (std::size_t i = 0; i < units_.size(); ++i) {
       units_[i].touched = runtime_.units()[i]->progress().owed;
     }
@@ -181,7 +185,9 @@ void OpenStep::finish() {
     // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
     if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
-  if (records_) runtime_.know_step({options_.schedule, options_.stages}, std::move(record_));
+  if (records_) {
+    runtime_.know_step({options_.schedule, options_.stages}, std::move(record_), std::move(turns_));
+  }
   finished_ = true;
   held_.reset();
   runtime_.end_scope();
@@ -205,48 +211,57 @@ OpenStep::MicroBatch& OpenStep::micro_batch_of(int stage, std::int64_t micro_bat
   return found->second;
 }
 
-void OpenStep::start(Action action) {
-  marks_ = &stages_[static_cast<std::size_t>(action.stage)].marks;
-  action_ = action;
+void OpenStep::start(UnderWay& under, Action action) {
+  now_ = &under;
+  under = {.action = action,
+           .marks = &stages_[static_cast<std::size_t>(action.stage)].marks,
+           .turns_before = comm::Turns::passed(),
+           .drew_before = checkpoints_that_drew()};
   log_.push_back(action);
-  pass_ = {};
-  if (!records_ && action.kind == Kind::kForward) follow(&MicroBatchPlan::forward);
+  if (!records_ && action.kind == Kind::kForward) follow(under, &MicroBatchPlan::forward);
 }
 
+/// Nothing is under way there.
+void OpenStep::rest(UnderWay& under) { under = {.marks = &base_marks_}; }
+
 void OpenStep::end_action() {
-  if (action_.kind == Kind::kForward) {
-    end_forward();
-  } else if (action_.kind == Kind::kBackward && !action_.began) {
+  now_ = &forward_;
+  if (forward_.action.kind == Kind::kForward) end_forward();
+  now_ = &backward_;
+  if (backward_.action.kind == Kind::kBackward && !backward_.action.began) {
     // Nothing here required a gradient of it; what it issues is issued all the same.
     failing(runtime_, [&] {
       plan_backward(nullptr);
       end_backward();
     });
   }
-  action_ = {};
-  marks_ = &base_marks_;
+  rest(forward_);
+  rest(backward_);
 }
 
 void OpenStep::end_forward() {
-  auto& record = record_.stages[static_cast<std::size_t>(action_.stage)];
+  const auto& action = forward_.action;
+  auto& record = record_.stages[static_cast<std::size_t>(action.stage)];
   if (!records_) {
-    if (action_.parts < record.parts.size()) {
+    if (action.parts < record.parts.size()) {
       leave_record("no other forward",
-                   concat("one that begins with ", name_of(record.parts, action_.parts, 0)));
+                   concat("one that begins with ", name_of(record.parts, action.parts, 0)));
     }
     return;
   }
-  const auto& parts =
-      micro_batch_of(action_.stage, action_.micro_batch, "StepScope::begin_forward").parts;
+  const auto& parts = micro_batch_of(forward_).parts;
   TESSERA_CHECK(!parts.empty(), ErrorKind::kUsage, "StepScope::begin_forward of ",
-                named(action_.stage, action_.micro_batch),
+                named(action.stage, action.micro_batch),
                 ": found no forward of the model after it, expected one before the next call");
+  auto& turns = turns_.stages[static_cast<std::size_t>(action.stage)];
+  count_turns(forward_, turns.forward, /*is_first=*/record.parts.empty());
+  turns_.draws = turns_.draws || forward_.drew_before != checkpoints_that_drew();
   if (record.parts.empty()) {
     record.parts = parts;
   } else if (record.parts != parts) {
     record_.varies = true;
   }
-  use_units(action_.stage, parts);
+  use_units(action.stage, parts);
 }
 
 void OpenStep::use_units(int stage, const std::vector<Trace>& parts) {
@@ -260,10 +275,14 @@ void OpenStep::use_units(int stage, const std::vector<Trace>& parts) {
 }
 
 void OpenStep::begin_forward(int stage, std::int64_t micro_batch) {
-  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
-  constexpr auto kWhat = "StepScope::begin_forward";
-  require_open(kWhat);
+  require_open("StepScope::begin_forward");
   end_action();
+  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
+  start_forward(stage, micro_batch);
+}
+
+void OpenStep::start_forward(int stage, std::int64_t micro_batch) {
+  constexpr auto kWhat = "StepScope::begin_forward";
   auto& of = stage_of(stage, kWhat);
   require_not_resharded(stage, micro_batch, kWhat);
   require_not_reduced(stage, micro_batch, kWhat);
@@ -273,7 +292,7 @@ void OpenStep::begin_forward(int stage, std::int64_t micro_batch) {
   TESSERA_CHECK(is_new, ErrorKind::kUsage, kWhat, ": found ", named(stage, micro_batch),
                 " a second time, expected one forward of it");
   one->second.which = class_of(index, options_.micro_batches.value_or(0));
-  start({.kind = Kind::kForward, .stage = stage, .micro_batch = micro_batch});
+  start(forward_, {.kind = Kind::kForward, .stage = stage, .micro_batch = micro_batch});
 }
 
 /// Where their number is known they come one after the other.
@@ -303,10 +322,14 @@ void OpenStep::require_not_reduced(int stage, std::int64_t micro_batch, const ch
 }
 
 void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward backward) {
-  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
-  constexpr auto kWhat = "StepScope::begin_backward";
-  require_open(kWhat);
+  require_open("StepScope::begin_backward");
   end_action();
+  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
+  start_backward(stage, micro_batch, backward);
+}
+
+void OpenStep::start_backward(int stage, std::int64_t micro_batch, Backward backward) {
+  constexpr auto kWhat = "StepScope::begin_backward";
   const auto& one = micro_batch_of(stage, micro_batch, kWhat);
   TESSERA_CHECK(one.state == State::kForward, ErrorKind::kUsage, kWhat, ": found ",
                 named(stage, micro_batch), " a second time, expected one backward of it");
@@ -316,8 +339,10 @@ void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward back
                 ": found kInputOnly, expected kFull where the number of micro-batches is given, "
                 "since gradients are reduced while the last backward runs; leave "
                 "StepScopeOptions::micro_batches out and call reduce()");
-  start(
-      {.kind = Kind::kBackward, .stage = stage, .micro_batch = micro_batch, .backward = backward});
+  start(backward_, {.kind = Kind::kBackward,
+                    .stage = stage,
+                    .micro_batch = micro_batch,
+                    .backward = backward});
 }
 
 void OpenStep::run_weight_gradients(int stage, std::int64_t micro_batch) {
@@ -333,7 +358,7 @@ void OpenStep::run_weight_gradients(int stage, std::int64_t micro_batch) {
                 ", whose weight gradients were formed, expected one after each "
                 "Backward::kInputOnly and none after a kFull");
   require_not_reduced(stage, micro_batch, kWhat);
-  start({.kind = Kind::kWeights, .stage = stage, .micro_batch = micro_batch});
+  start(backward_, {.kind = Kind::kWeights, .stage = stage, .micro_batch = micro_batch});
   failing(runtime_, [&] { runtime_.store().run({stage, micro_batch}); });
   one.state = State::kDone;
   touch(stage);
@@ -362,7 +387,7 @@ void OpenStep::reshard(int stage) {
   auto& of = stage_of(stage, kWhat);
   TESSERA_CHECK(!of.resharded, ErrorKind::kUsage, kWhat, ": found ", named(stage),
                 " a second time, expected it once");
-  start({.kind = Kind::kReshard, .stage = stage});
+  start(backward_, {.kind = Kind::kReshard, .stage = stage});
   of.resharded = true;
   failing(runtime_, [&] {
     for (const auto id : of.units) {
@@ -379,8 +404,8 @@ void OpenStep::reshard(int stage) {
 /// Notes that units of the stage may have gradients, except those that the pass under way reduced.
 void OpenStep::touch(int stage) {
   for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].touched = true;
-  if (pass_.plan == nullptr) return;
-  for (const auto& [kind, id] : pass_.plan->actions) {
+  if (backward_.pass.plan == nullptr) return;
+  for (const auto& [kind, id] : backward_.pass.plan->actions) {
     if (kind == PlanAction::Kind::kReduce) units_[id].touched = false;
   }
 }
@@ -407,7 +432,7 @@ void OpenStep::reduce(int stage) {
                     " without its run_weight_gradients(), expected the stage's last one before");
     }
   }
-  start({.kind = Kind::kReduce, .stage = stage});
+  start(backward_, {.kind = Kind::kReduce, .stage = stage});
   of.reduced = true;
   // Of these no gradient comes any more.
   std::uint64_t over = 0;

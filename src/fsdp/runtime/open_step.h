@@ -20,6 +20,18 @@
 // compare its hash where a planner made it. In a step that records each backward has a plan of its
 // own, as outside of a scope, and after each of them only what stays (stays()) is unsharded.
 //
+// [Note: pairs] run_pair() runs a forward beside a backward: two call stacks on the rank's thread
+// take turns at exchanges (comm/turns.h), so that those of one are under way while the other
+// computes. Each has an action and a pass of its own (UnderWay), and every call of the runtime says
+// by itself whose it is: a forward's, or a backward's, recomputation included. A unit that both use
+// is gathered by the first that comes to it and given back by the last that leaves it; since turns
+// go by counts, these are the same on every rank. Ranks issue exchanges in the same order if each of
+// them takes as many turns: a step that records counts those of each stage's forward and backward,
+// ranks compare the counts when a later one begins, and a pass that leaves them fails. Where there
+// is no record, where ranks or micro-batches have other counts, or where a checkpoint draws random
+// numbers of the process, a pair runs in turn: the forward, then the backward. A rank's pair never
+// meets a backward that is being recorded, whose agreements no forward expects.
+//
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
 // The functions that it calls stand together in runtime.h.
 // Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
@@ -58,6 +70,7 @@ class OpenStep {
   // --- as the functions of StepScope ---
   void begin_forward(int stage, std::int64_t micro_batch);
   void begin_backward(int stage, std::int64_t micro_batch, Backward backward);
+  void run_pair(const StepForward& forward, const StepBackward& backward);
   void run_weight_gradients(int stage, std::int64_t micro_batch);
   void reshard(int stage);
   void reduce(int stage);
@@ -71,9 +84,9 @@ class OpenStep {
   void settle_into();
   std::uint64_t number() const { return number_; }  ///< of the runtime's steps
   /// Behind the controls in labels.
-  const std::string& marks() const { return *marks_; }
+  const std::string& marks() const { return *now_->marks; }
   /// Of the forward or backward under way, for labels.
-  std::uint32_t micro_batch() const { return static_cast<std::uint32_t>(action_.micro_batch); }
+  std::uint32_t micro_batch() const { return now_->micro_batch(); }
   void begin_outermost();
   /// A unit is entered at `position` of the outermost forward under way. Errors: kComm for another
   /// one than was recorded.
@@ -104,6 +117,15 @@ class OpenStep {
     bool began = false;        ///< of a backward: autograd has come to a unit
     std::size_t parts = 0;     ///< of a forward: outermost forwards that have ended
     std::uint32_t before = 0;  ///< of a forward: checkpoints that ran before it
+  };
+  /// A call that is under way: in a pair, one of two.
+  struct UnderWay {
+    Action action = {};
+    const std::string* marks = nullptr;
+    Pass pass = {};  ///< of a forward or backward; a forward that is recorded has none
+    std::int64_t turns_before = 0;       ///< turns of this rank when it began
+    std::uint64_t drew_before = 0;       ///< checkpoints of this thread that had drawn, then
+    std::uint32_t micro_batch() const { return static_cast<std::uint32_t>(action.micro_batch); }
   };
   enum class State : std::uint8_t { kForward, kInputDone, kDone };
   struct MicroBatch {
@@ -147,8 +169,18 @@ class OpenStep {
   MicroBatch& micro_batch_of(int stage, std::int64_t micro_batch, const char* what);
   void require_not_resharded(int stage, std::int64_t micro_batch, const char* what);
   void require_not_reduced(int stage, std::int64_t micro_batch, const char* what);
-  void start(Action action);
+  void start_forward(int stage, std::int64_t micro_batch);
+  void start_backward(int stage, std::int64_t micro_batch, Backward backward);
+  void start(UnderWay& under, Action action);
+  void rest(UnderWay& under);
   void end_action();
+  // step_pairs.cpp
+  bool is_pair() const { return forward_.pass.beside != nullptr; }
+  std::string why_in_turn(int forward_stage, int backward_stage) const;
+  void run_beside(const StepForward& forward, const StepBackward& backward);
+  static void count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
+                          bool is_first);
+  void require_turns(const std::string& of, std::int64_t found, std::int64_t expected);
   void end_forward();
   void use_units(int stage, const std::vector<Trace>& parts);
   bool all_have_run() const;
@@ -167,8 +199,8 @@ class OpenStep {
   void require_of_action(const Entry& entry);
   std::vector<Reach> agreed_reach(const Entry* first);
   std::shared_ptr<const PassPlan> plan_recorded();
-  void follow(PassPlan MicroBatchPlan::* which);
-  MicroBatch& micro_batch_under_way();
+  void follow(UnderWay& under, PassPlan MicroBatchPlan::* which);
+  MicroBatch& micro_batch_of(const UnderWay& under);
 
   Runtime& runtime_;
   const StepScopeOptions options_;
@@ -178,6 +210,8 @@ class OpenStep {
   bool finished_ = false;
   KnownStep* known_ = nullptr;                 // while it begins; null: it records
   StepRecord record_;                          // what is followed, or has been recorded so far
+  StepTurns turns_;                            // the same
+  bool ranks_turn_alike_ = true;
   std::shared_ptr<const StepPlan> step_plan_;  // where it is followed
   // Requests of the pool before this step, where a planner has made the plan for it.
   std::optional<std::uint64_t> first_of_plan_;
@@ -186,11 +220,11 @@ class OpenStep {
   std::vector<std::vector<UnitId>> lenders_;  // by unit
   HeldUnits held_;                            // all of them, until it has ended
   std::uint64_t weights_ = 0;                 // weights_of() these when it began
-  Action action_;
+  UnderWay forward_;           // of a forward
+  UnderWay backward_;          // of a backward, or of another call
+  UnderWay* now_ = &backward_;  // whose code has come by last
   std::vector<Action> log_;
-  const std::string* marks_ = nullptr;
   std::string base_marks_;
-  Pass pass_;  // of the forward or backward under way; a forward that is recorded has none
   StageRecord recorded_;  // what the backward under way goes through, where the step records
 };
 

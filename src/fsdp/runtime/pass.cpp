@@ -39,9 +39,12 @@ void Runtime::advance(Pass& pass, std::size_t count) {
     auto& unit = *units_.at(id);
     switch (kind) {
       case PlanAction::Kind::kGatherShared:
+        pass.hold(id, true);
         if (unit.gathered() || unit.gather_pending()) break;  // by another stage's list
         [[fallthrough]];
       case PlanAction::Kind::kGather:
+        pass.hold(id, true);
+        if (pass.beside != nullptr && pass.beside->has(id)) break;  // by the other pass
         // A repeated forward came before its backward, and has gathered it on all ranks.
         if (std::exchange(unit.progress_.gathered_again, false)) break;
         // Outside of a step a backward inside this one may have gathered it.
@@ -58,6 +61,8 @@ void Runtime::advance(Pass& pass, std::size_t count) {
       case PlanAction::Kind::kRecompute:
         break;  // the module does it when autograd comes to it, as it was told in its forward
       case PlanAction::Kind::kRelease:
+        pass.hold(id, false);
+        if (pass.beside != nullptr && pass.beside->has(id)) break;  // the other one reads it
         unit.release();
         break;
       case PlanAction::Kind::kReduce:

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "fsdp/agreed/step_plan.h"
 
@@ -14,7 +15,14 @@ struct Pass {
   std::shared_ptr<const PassPlan> plan;
   std::uint32_t number = 0;  ///< of the forward or micro-batch, for labels of gathers
   std::size_t done = 0;      ///< of its actions
+  // In a pair ([Note: pairs] in open_step.h):
+  const Pass* beside = nullptr;  ///< the other one
+  std::vector<bool> holds;       ///< by unit: gathered for it, and not given back
 
+  bool has(UnitId unit) const { return unit < holds.size() && holds[unit]; }
+  void hold(UnitId unit, bool value) {
+    if (unit < holds.size()) holds[unit] = value;
+  }
   PlanPlace place(std::size_t part, std::size_t position) const {
     return plan->places.at(part).at(position);
   }

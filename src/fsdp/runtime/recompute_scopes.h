@@ -53,6 +53,8 @@ class RecomputeScope {
   Recorded* outer_;
 };
 
+/// Checkpoints of this thread that drew from a default generator when they first ran.
+std::uint64_t checkpoints_that_drew();
 Recorded* first_forward();  ///< null outside of any
 Recorded* recomputing();    ///< null outside of any
 

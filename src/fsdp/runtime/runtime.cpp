@@ -191,7 +191,7 @@ void Runtime::require_recovered() const {
 }
 
 void Runtime::check_usable() {
-  if (!has_failed() && in_backward_ && torch::autograd::get_current_graph_task_id() == -1) {
+  if (!has_failed() && in_backward_ && !base::in_backward_pass()) {
     fail(kAbandoned);  // what is to say so still waits for another thread to let it go
   }
   renew_after_failure();
@@ -264,6 +264,20 @@ void Runtime::check_borrowed(const Unit& unit) const {
   }
 }
 
+/// Whether the other pass of a pair computes with the unit's leaves: they keep the AccumulateGrad
+/// node that it goes on to use. Autograd sums the two passes apart all the same, a graph task each.
+/// [Note: one leaf a use]
+bool Runtime::is_used_beside(const Unit& unit) const {
+  if (step_ == nullptr || !step_->is_pair()) return false;
+  const bool again = recomputing() != nullptr;
+  return std::ranges::any_of(units_, [&](const Unit* other) {
+    const auto& progress = other->progress_;
+    const int calls =
+        again ? progress.open_calls - progress.repeated_calls : progress.repeated_calls;
+    return calls > 0 && other->shares_with(unit);
+  });
+}
+
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   take_up_abandoned();
   entered_ = &unit;
@@ -300,7 +314,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   const bool grad = at::GradMode::is_enabled();
   unit.progress_.ran_without_grad = !grad && first_forward() == nullptr;
   if (unit.progress_.ran_without_grad) return nullptr;
-  unit.renew_accumulators();
+  if (!is_used_beside(unit)) unit.renew_accumulators();
   auto entry = record(unit, position);
   if (auto* recorded = first_forward(); recorded != nullptr && !grad)
     recorded->entries.push_back(entry);
@@ -319,13 +333,14 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
                 " with set_unshard_in_backward(false), expected true where a forward runs again");
   auto entry = recorded->entries[recorded->next++];
   ++unit.progress_.open_calls;
+  ++unit.progress_.repeated_calls;
   pre_backward(*entry);
   if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
     // A checkpoint inside this one runs it for the first time: backward goes through its own
     // recomputation.
     inner->entries.push_back(entry);
   }
-  unit.renew_accumulators();
+  if (!is_used_beside(unit)) unit.renew_accumulators();
   spans_.recomputation_begins(unit.name());
   return entry;
 }
@@ -412,7 +427,7 @@ void Runtime::gather_again(Unit& unit) {
 
 bool Runtime::enter_repeated(Unit& unit) {
   take_up_abandoned();
-  TESSERA_CHECK(torch::autograd::get_current_graph_task_id() != -1, ErrorKind::kUsage, "unit ",
+  TESSERA_CHECK(base::in_backward_pass(), ErrorKind::kUsage, "unit ",
                 unit.shown_name(),
                 ": found a recomputation outside of a backward, expected a forward; make the call "
                 "as CallKind::kForward");
@@ -428,7 +443,7 @@ bool Runtime::enter_repeated(Unit& unit) {
 }
 
 void Runtime::leave_repeated(Unit& unit) {
-  spans_.forward_ends();
+  spans_.forward_ends(/*again=*/true);
   auto& progress = unit.progress_;
   --progress.open_calls;
   // Its backward reads no parameter, so that nothing else gives back what was gathered for this.
@@ -445,10 +460,12 @@ bool Runtime::gives_back(const Unit& unit) const {
 }
 
 void Runtime::leave_forward(Unit& unit) {
-  spans_.forward_ends();
+  const bool again = recomputing() != nullptr;
+  spans_.forward_ends(again);
   --unit.progress_.open_calls;
-  unit.renew_borrowed();
-  if (recomputing() != nullptr) return;
+  if (again) --unit.progress_.repeated_calls;
+  if (!is_used_beside(unit)) unit.renew_borrowed();
+  if (again) return;
   const bool ends_its_use = gives_back(unit);
   const bool outermost = forwards_.leave();
   if (step_ != nullptr) {

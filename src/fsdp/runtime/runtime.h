@@ -42,6 +42,7 @@
 
 #include "comm/buffer_pool.h"
 #include "comm/queue.h"
+#include "comm/turns.h"
 #include "fsdp/agreed/controls.h"
 #include "fsdp/agreed/known_steps.h"
 #include "fsdp/runtime/bucket.h"
@@ -172,6 +173,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool is_under_way() const { return in_backward_ || forwards_.is_open(); }
   Forwards& forwards() { return forwards_; }
   grad::WeightGradStore& store() { return store_; }
+  comm::Turns& turns() { return turns_; }
+  /// Says once on rank 0 why forwards do not run beside backwards.
+  void warn_of_no_pairs(const std::string& why);
   StepPlanning& planning() { return planning_; }
   HeldUnits held_units() const;
   PlanUnit plan_unit(const Unit& unit) const;  ///< what the plan of a pass says of it
@@ -196,7 +200,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Reduces the pending gradients and those of the units that `touched` names, and publishes all.
   void settle(const std::vector<bool>& touched);
   /// Keeps the record for later steps, unless micro-batches of a stage differ.
-  void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
+  void know_step(const KnownSteps::Schedule& schedule, StepRecord record, StepTurns turns);
   /// Ends the step scope, if one is open: finished, failed or left.
   void end_scope();
 
@@ -307,6 +311,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void issue_gather(Unit& unit, std::uint32_t number);
   std::uint32_t number_of_forward() const;
   void check_borrowed(const Unit& unit) const;
+  bool is_used_beside(const Unit& unit) const;
   void leave_shards() const;
   void release_leftovers();
   void release_stale();
@@ -367,11 +372,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
 
   std::shared_ptr<OpenStep> step_;  // null outside of a step scope
+  comm::Turns turns_;
   std::uint64_t steps_ = 0;         // so far
   StepPlanning planning_;
   std::shared_ptr<grad::Regions> regions_;
   bool warned_of_no_scope_ = false;
   bool warned_of_schedules_ = false;
+  bool warned_of_no_pairs_ = false;
   std::vector<RecomputeMode> followed_;  // by unit, of the last step scope
 
   const Unit* entered_ = nullptr;  // by the last forward or backward

@@ -60,15 +60,22 @@ void OpenStep::agree_at_begin() {
         controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
         "gradients that are to be reduced in", owed);
     const auto same = comm::all_agree(
-        *group, {hash_bytes(text), known_ ? known_->record.hash() : 0}, "step scope");
+        *group,
+        {hash_bytes(text), known_ ? known_->record.hash() : 0, known_ ? known_->turns.hash() : 0},
+        "step scope");
     TESSERA_CHECK(same[0], ErrorKind::kUsage,
                   "StepScope differs between ranks: ", difference(*group, text, "step scopes"),
                   "; open it on every rank with the same options, at the same place");
     if (!same[1]) known_ = nullptr;
+    ranks_turn_alike_ = same[2];
   }
   records_ = known_ == nullptr;
-  if (!records_) record_ = known_->record;
+  if (!records_) {
+    record_ = known_->record;
+    turns_ = known_->turns;
+  }
   record_.stages.resize(stages_.size());
+  turns_.stages.resize(stages_.size());
 }
 
 /// Calls the model's planner. Errors: those of the planner; kUsage for a plan that does not hold,

@@ -45,12 +45,13 @@ std::string OpenStep::name_of(const std::vector<Trace>& parts, std::size_t part,
 }
 
 std::string OpenStep::action_in_words() const {
-  const auto* what = action_.kind == Kind::kForward    ? "the forward"
-                     : action_.kind == Kind::kBackward ? "the backward"
-                                                       : "nothing announced";
-  const bool puts_off = action_.kind == Kind::kBackward && action_.backward == Backward::kInputOnly;
-  return concat(what, puts_off ? " (kInputOnly)" : "", " of stage ", action_.stage,
-                ", micro-batch ", action_.micro_batch);
+  const auto& action = now_->action;
+  const auto* what = action.kind == Kind::kForward    ? "the forward"
+                     : action.kind == Kind::kBackward ? "the backward"
+                                                      : "nothing announced";
+  const bool puts_off = action.kind == Kind::kBackward && action.backward == Backward::kInputOnly;
+  return concat(what, puts_off ? " (kInputOnly)" : "", " of stage ", action.stage, ", micro-batch ",
+                action.micro_batch);
 }
 
 /// Its memory outlasts single forwards and backwards.
@@ -68,86 +69,94 @@ void OpenStep::release_what_passes() {
 // ---------------------------------------------------------------------------------------- forward
 
 void OpenStep::begin_outermost() {
-  if (runtime_.is_in_backward()) {
-    fail(ErrorKind::kUsage, torch::autograd::get_current_graph_task_id() == -1
+  if (runtime_.is_in_backward() && (!is_pair() || comm::in_backward_pass())) {
+    fail(ErrorKind::kUsage, !comm::in_backward_pass()
                                 ? std::string(kAbandoned)
                                 : concat(action_in_words(),
                                          " of a step: found a forward inside it, expected them one "
                                          "after the other"));
   }
   runtime_.require_recovered();
-  if (action_.kind != Kind::kForward) {
+  now_ = &forward_;
+  auto& action = forward_.action;
+  if (action.kind != Kind::kForward) {
     fail(ErrorKind::kUsage,
          "forward in a step: found one that was not announced, expected StepScope::begin_forward() "
          "before it");
   }
   auto& forwards = runtime_.forwards();
-  if (action_.parts == 0) action_.before = forwards.checkpoints();
+  if (action.parts == 0) action.before = forwards.checkpoints();
   forwards.begin(held_, weights_);
   forwards.current()->forward->in_step =
-      InStep{number_, action_.stage, action_.micro_batch, action_.parts};
+      InStep{number_, action.stage, action.micro_batch, action.parts};
 }
 
 void OpenStep::enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint) {
+  now_ = &forward_;
   if (records_) return;
-  const auto& parts = record_.stages[static_cast<std::size_t>(action_.stage)].parts;
-  const auto counted = checkpoint == 0 ? 0 : checkpoint - action_.before;
-  if (action_.parts < parts.size()) {
-    const auto& part = parts[action_.parts];
+  const auto& parts = record_.stages[static_cast<std::size_t>(forward_.action.stage)].parts;
+  const auto counted = checkpoint == 0 ? 0 : checkpoint - forward_.action.before;
+  if (forward_.action.parts < parts.size()) {
+    const auto& part = parts[forward_.action.parts];
     if (position < part.units.size() && part.units[position] == unit.id() &&
         part.checkpoints[position] == counted) {
       return;
     }
   }
   leave_record(concat("unit ", unit.shown_name(), counted != 0 ? " in a checkpoint" : ""),
-               name_of(parts, action_.parts, position));
+               name_of(parts, forward_.action.parts, position));
 }
 
 void OpenStep::gather_for(Unit& unit, std::size_t position) {
-  runtime_.begin_place(pass_, pass_.place(action_.parts, position), unit);
+  now_ = &forward_;
+  auto& pass = forward_.pass;
+  runtime_.begin_place(pass, pass.place(forward_.action.parts, position), unit);
 }
 
-OpenStep::MicroBatch& OpenStep::micro_batch_under_way() {
-  return stages_[static_cast<std::size_t>(action_.stage)].micro_batches.at(action_.micro_batch);
+OpenStep::MicroBatch& OpenStep::micro_batch_of(const UnderWay& under) {
+  return stages_[static_cast<std::size_t>(under.action.stage)].micro_batches.at(
+      under.action.micro_batch);
 }
 
 void OpenStep::leave(Unit& unit, bool is_outermost) {
+  now_ = &forward_;
   const auto& segment = runtime_.forwards().current();
   const auto& trace = segment->forward->trace;
-  auto& one = micro_batch_under_way();
+  auto& one = micro_batch_of(forward_);
   if (records_) {
     if (unit.progress().open_calls == 0 && !stays(unit)) unit.release();
     if (!is_outermost) return;
-    one.parts.push_back(counted_after(trace, action_.before));
+    one.parts.push_back(counted_after(trace, forward_.action.before));
     release_what_passes();
   } else {
-    const auto& parts = record_.stages[static_cast<std::size_t>(action_.stage)].parts;
-    const auto& part = parts.at(action_.parts);
+    const auto& parts = record_.stages[static_cast<std::size_t>(forward_.action.stage)].parts;
+    const auto& part = parts.at(forward_.action.parts);
     if (is_outermost && trace.units.size() < part.units.size()) {
-      leave_record("no other unit", name_of(parts, action_.parts, trace.units.size()));
+      leave_record("no other unit", name_of(parts, forward_.action.parts, trace.units.size()));
     }
     if (trace.exits.back() != part.exits.at(trace.exits.size() - 1)) {
       leave_record("units that end in another order", "them one inside another");
     }
-    runtime_.advance(pass_, pass_.place(action_.parts, trace.exits.back()).after);
+    runtime_.advance(forward_.pass, forward_.pass.place(forward_.action.parts, trace.exits.back()).after);
     if (!is_outermost) return;
   }
   one.segments.push_back(segment);
-  ++action_.parts;
+  ++forward_.action.parts;
 }
 
 // --------------------------------------------------------------------------------------- backward
 
 /// Errors: kUsage, here and on the other ranks.
 void OpenStep::require_of_action(const Entry& entry) {
+  now_ = &backward_;
   const auto& of = entry.segment->forward->in_step;
-  if (action_.kind != Kind::kBackward) {
+  if (backward_.action.kind != Kind::kBackward) {
     fail(ErrorKind::kUsage, concat("backward of unit ", entry.unit->shown_name(),
                                    " in a step: found one that was not announced, expected "
                                    "StepScope::begin_backward() before it"));
   }
-  if (of && of->step == number_ && of->stage == action_.stage &&
-      of->micro_batch == action_.micro_batch) {
+  if (of && of->step == number_ && of->stage == backward_.action.stage &&
+      of->micro_batch == backward_.action.micro_batch) {
     return;
   }
   fail(
@@ -163,15 +172,15 @@ void OpenStep::require_of_action(const Entry& entry) {
 /// What any rank's backward goes through, by part and position. Collective.
 std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
   const auto agreed = runtime_.agree_on_backward(first);
-  const auto& one = micro_batch_under_way();
+  const auto& one = micro_batch_of(backward_);
   std::vector<Reach> reached;
   for (const auto& part : one.parts) reached.emplace_back(part.units.size(), false);
   for (const auto& past : runtime_.forwards().past()) {
     const auto found = agreed.reached.find(past.forward->number);
     if (found == agreed.reached.end()) continue;
     const auto& of = past.forward->in_step;
-    if (!of || of->step != number_ || of->stage != action_.stage ||
-        of->micro_batch != action_.micro_batch) {
+    if (!of || of->step != number_ || of->stage != backward_.action.stage ||
+        of->micro_batch != backward_.action.micro_batch) {
       fail(ErrorKind::kUsage,
            concat(action_in_words(), ": found that it goes through another forward",
                   of ? concat(" (stage ", of->stage, ", micro-batch ", of->micro_batch, ")")
@@ -186,7 +195,7 @@ std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
 /// Plans the backward under way of a step that records.
 std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
   // As an eager plan of the same options does: so sums have the same order from the first step on.
-  const bool reduces_here = reduces(reduce_at(), micro_batch_under_way().which);
+  const bool reduces_here = reduces(reduce_at(), micro_batch_of(backward_).which);
   std::vector<PlanUnit> units;
   std::vector<bool> releases;
   for (const auto* unit : runtime_.units()) {
@@ -200,15 +209,17 @@ std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
 }
 
 /// Begins a pass of the step's plan, which lives as long as the pass.
-void OpenStep::follow(PassPlan MicroBatchPlan::* which) {
-  const auto& stage = step_plan_->stages[static_cast<std::size_t>(action_.stage)];
-  const auto& plan = stage.of(micro_batch_under_way().which).*which;
-  pass_ = {std::shared_ptr<const PassPlan>(step_plan_, &plan), micro_batch()};
+void OpenStep::follow(UnderWay& under, PassPlan MicroBatchPlan::* which) {
+  const auto& stage = step_plan_->stages[static_cast<std::size_t>(under.action.stage)];
+  const auto& plan = stage.of(micro_batch_of(under).which).*which;
+  under.pass.plan = std::shared_ptr<const PassPlan>(step_plan_, &plan);
+  under.pass.number = under.micro_batch();
 }
 
 void OpenStep::plan_backward(const Entry* first) {
+  now_ = &backward_;
   if (first != nullptr) require_of_action(*first);
-  if (action_.kind != Kind::kBackward || action_.began) {
+  if (backward_.action.kind != Kind::kBackward || backward_.action.began) {
     fail(ErrorKind::kUsage, concat(action_in_words(),
                                    ": found another backward, expected one after each "
                                    "StepScope::begin_backward()"));
@@ -220,18 +231,19 @@ void OpenStep::plan_backward(const Entry* first) {
                 "without, since weight gradients would be left out without a word; call backward() "
                 "and read the input's grad()"));
   }
-  action_.began = true;
-  auto& record = record_.stages[static_cast<std::size_t>(action_.stage)];
+  backward_.action.began = true;
+  auto& record = record_.stages[static_cast<std::size_t>(backward_.action.stage)];
   if (records_) {
-    recorded_ = {micro_batch_under_way().parts, agreed_reach(first)};
-    pass_ = {plan_recorded(), micro_batch()};
+    recorded_ = {micro_batch_of(backward_).parts, agreed_reach(first)};
+    backward_.pass.plan = plan_recorded();
+    backward_.pass.number = backward_.micro_batch();
     if (recorded_.parts == record.parts) add_reach(record.reached, recorded_.reached);
   } else {
     if (record.reached.empty()) leave_record("one", "none");
-    follow(&MicroBatchPlan::backward);
+    follow(backward_, &MicroBatchPlan::backward);
   }
-  if (action_.backward == Backward::kInputOnly) {
-    runtime_.store().begin({action_.stage, action_.micro_batch});
+  if (backward_.action.backward == Backward::kInputOnly) {
+    runtime_.store().begin({backward_.action.stage, backward_.action.micro_batch});
     runtime_.sink().set_store(&runtime_.store());
   }
 }
@@ -240,33 +252,34 @@ void OpenStep::pre_backward(Entry& entry) {
   require_of_action(entry);
   const auto part = entry.segment->forward->in_step->part;
   const auto& record =
-      records_ ? recorded_ : record_.stages[static_cast<std::size_t>(action_.stage)];
+      records_ ? recorded_ : record_.stages[static_cast<std::size_t>(backward_.action.stage)];
   if (!record.reached.at(part).at(entry.position)) {
     leave_record(concat("unit ", entry.unit->shown_name(), " in it"), "one without it");
   }
-  runtime_.begin_place(pass_, pass_.place(part, entry.position), *entry.unit);
+  runtime_.begin_place(backward_.pass, backward_.pass.place(part, entry.position), *entry.unit);
 }
 
 void OpenStep::post_backward(Entry& entry) {
   require_of_action(entry);
   const auto part = entry.segment->forward->in_step->part;
-  runtime_.advance(pass_, pass_.place(part, entry.position).after);
+  runtime_.advance(backward_.pass, backward_.pass.place(part, entry.position).after);
 }
 
 std::vector<std::shared_ptr<Segment>> OpenStep::segments_under_way() const {
   std::vector<std::shared_ptr<Segment>> segments;
-  if (action_.kind != Kind::kBackward) return segments;
-  const auto& stage = stages_[static_cast<std::size_t>(action_.stage)];
-  for (const auto& weak : stage.micro_batches.at(action_.micro_batch).segments) {
+  if (backward_.action.kind != Kind::kBackward) return segments;
+  const auto& stage = stages_[static_cast<std::size_t>(backward_.action.stage)];
+  for (const auto& weak : stage.micro_batches.at(backward_.action.micro_batch).segments) {
     if (auto segment = weak.lock()) segments.push_back(std::move(segment));
   }
   return segments;
 }
 
 void OpenStep::end_backward() {
-  runtime_.advance(pass_, pass_.plan->actions.size());
-  auto& of = stages_[static_cast<std::size_t>(action_.stage)];
-  auto& one = micro_batch_under_way();
+  now_ = &backward_;
+  runtime_.advance(backward_.pass, backward_.pass.plan->actions.size());
+  auto& of = stages_[static_cast<std::size_t>(backward_.action.stage)];
+  auto& one = micro_batch_of(backward_);
   for (const auto& weak : std::exchange(one.segments, {})) {
     const auto segment = weak.lock();
     if (segment == nullptr) continue;
@@ -278,12 +291,14 @@ void OpenStep::end_backward() {
   runtime_.leave_backward();
   runtime_.sink().set_store(nullptr);
   if (records_) release_what_passes();
-  of.had_backward = true;
-  one.state = action_.backward == Backward::kFull ? State::kDone : State::kInputDone;
-  touch(action_.stage);
-  pass_ = {};
-  action_ = {};
-  marks_ = &base_marks_;
+  const bool is_first = !std::exchange(of.had_backward, true);
+  one.state = backward_.action.backward == Backward::kFull ? State::kDone : State::kInputDone;
+  touch(backward_.action.stage);
+  if (records_) {
+    auto& turns = turns_.stages[static_cast<std::size_t>(backward_.action.stage)];
+    count_turns(backward_, turns.backward, is_first);
+  }
+  rest(backward_);
 }
 
 }  // namespace tessera::fsdp

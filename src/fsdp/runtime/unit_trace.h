@@ -17,21 +17,10 @@ namespace tessera::fsdp {
 
 class UnitTrace {
  public:
-  void forward_begins(const std::string& unit) {
-    entered_.push_back(unit);
-    UnitHere::enter(unit);
-    if (current_trace() != nullptr) open(forwards_, nullptr, "forward ", unit);
-  }
-  void recomputation_begins(const std::string& unit) {
-    entered_.push_back(unit);
-    UnitHere::enter(unit);
-    if (current_trace() != nullptr) open(forwards_, nullptr, "forward again ", unit);
-  }
-  void forward_ends() {
-    if (!entered_.empty()) entered_.pop_back();
-    UnitHere::enter(entered_.empty() ? std::string_view() : entered_.back());
-    if (!forwards_.empty()) close(forwards_, forwards_.back().key);
-  }
+  void forward_begins(const std::string& unit) { begin(first_, "forward ", unit); }
+  void recomputation_begins(const std::string& unit) { begin(again_, "forward again ", unit); }
+  /// The innermost one of those that are recomputed (`again`), or of the others.
+  void forward_ends(bool again);
   /// `key`: the recorded forward whose backward this is. Each of its results says so, the first
   /// counts.
   void backward_begins(const void* key, const std::string& unit) {
@@ -53,14 +42,23 @@ class UnitTrace {
     std::string name;
     TraceClock::time_point begin;
   };
+  /// Calls on one stack: in a pair, a forward and a recomputation each have their own.
+  struct Calls {
+    std::vector<std::string_view> entered;  // the units' own names
+    std::vector<Open> open;                 // while there is a trace
+  };
+  void begin(Calls& calls, const char* what, const std::string& unit) {
+    calls.entered.push_back(unit);
+    UnitHere::enter(unit);
+    if (current_trace() != nullptr) open(calls.open, nullptr, what, unit);
+  }
   static bool is_open(const std::vector<Open>& list, const void* key);
   void open(std::vector<Open>& list, const void* key, const char* what, const std::string& unit);
   /// The last one with this key.
   void close(std::vector<Open>& list, const void* key);
 
-  std::vector<std::string_view> entered_;  // the units' own names, on the stack
-  std::vector<Open> forwards_;             // on the stack
-  std::vector<Open> backwards_;            // that have begun and not passed their marker
+  Calls first_, again_;
+  std::vector<Open> backwards_;  // that have begun and not passed their marker
 };
 
 }  // namespace tessera::fsdp

@@ -1,0 +1,94 @@
+// A forward beside a backward inside a step scope. [Note: pairs] in open_step.h
+#include <exception>
+#include <functional>
+#include <string>
+
+#include "base/doing.h"
+#include "comm/turns.h"
+#include "fsdp/runtime/open_step.h"
+#include "fsdp/runtime/runtime.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+
+/// Why these run one after the other, which is the same on every rank; empty: they do not.
+std::string OpenStep::why_in_turn(int forward_stage, int backward_stage) const {
+  if (runtime_.planning().planner) return "a planner chooses what is computed again";
+  if (!ranks_turn_alike_) return "ranks have other numbers of exchanges in a pass";
+  if (turns_.draws) return "checkpoints draw random numbers of the process";
+  const auto& forward = turns_.stages[static_cast<std::size_t>(forward_stage)].forward;
+  const auto& backward = turns_.stages[static_cast<std::size_t>(backward_stage)].backward;
+  if (!forward || !backward) return "micro-batches have other numbers of exchanges";
+  return "";
+}
+
+void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward) {
+  constexpr auto kWhat = "StepScope::run_pair";
+  require_open(kWhat);
+  TESSERA_CHECK(!options_.micro_batches, ErrorKind::kUsage, kWhat,
+                ": found StepScopeOptions::micro_batches, which says that a forward comes after the "
+                "backwards of all before it, expected none; leave it out and call reduce()");
+  stage_of(forward.stage, kWhat);
+  stage_of(backward.stage, kWhat);
+  const auto why = records_ ? std::string() : why_in_turn(forward.stage, backward.stage);
+  if (!why.empty()) runtime_.warn_of_no_pairs(why);
+  if (!records_ && why.empty()) return run_beside(forward, backward);
+  begin_forward(forward.stage, forward.micro_batch);
+  forward.run();
+  begin_backward(backward.stage, backward.micro_batch, backward.backward);
+  backward.run();
+}
+
+void OpenStep::run_beside(const StepForward& forward, const StepBackward& backward) {
+  end_action();
+  start_forward(forward.stage, forward.micro_batch);
+  const auto forward_in_words = action_in_words();
+  start_backward(backward.stage, backward.micro_batch, backward.backward);
+  const auto backward_in_words = action_in_words();
+  for (auto* under : {&forward_, &backward_}) under->pass.holds.assign(units_.size(), false);
+  forward_.pass.beside = &backward_.pass;
+  backward_.pass.beside = &forward_.pass;
+  // What ends one pass ends the step, before the other one is told to leave.
+  const auto ending_all = [this](std::int64_t micro_batch, const std::function<void()>& run) {
+    return [this, micro_batch, &run] {
+      UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
+      try {
+        run();
+      } catch (const comm::Turns::Ended&) {
+        throw;
+      } catch (const std::exception& error) {
+        if (!runtime_.has_failed()) runtime_.fail(error.what());
+        throw;
+      }
+    };
+  };
+  const auto turns = runtime_.turns().run(ending_all(forward.micro_batch, forward.run),
+                                          ending_all(backward.micro_batch, backward.run));
+  forward_.pass.beside = backward_.pass.beside = nullptr;
+  const auto& expected = turns_.stages;
+  require_turns(forward_in_words, turns.first,
+                *expected[static_cast<std::size_t>(forward.stage)].forward);
+  require_turns(backward_in_words, turns.second,
+                *expected[static_cast<std::size_t>(backward.stage)].backward);
+}
+
+/// Notes how many turns a pass of a step that records has taken.
+void OpenStep::count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
+                           bool is_first) {
+  const auto turns = comm::Turns::passed() - under.turns_before;
+  if (is_first) {
+    recorded = turns;
+  } else if (recorded != turns) {
+    recorded.reset();
+  }
+}
+
+void OpenStep::require_turns(const std::string& of, std::int64_t found, std::int64_t expected) {
+  if (found == expected) return;
+  fail(ErrorKind::kComm,
+       concat("rank ", runtime_.world().rank(), ", ", of, ": found ", found, " turns, expected ",
+              expected, " as in the first step of the schedule '", options_.schedule,
+              "'; run the same exchanges in every step of it, or set pipeline.overlap to \"off\""));
+}
+
+}  // namespace tessera::fsdp
