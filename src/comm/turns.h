@@ -54,8 +54,11 @@ class Turns {
   /// Inside of run() the other resumes until it passes; outside it does nothing. Errors: Ended;
   /// kInternal inside of a handler, a destructor that an error runs, or base::NoTurns.
   static void pass() {
+    ++passed_;
     if (now_ != nullptr) pass_now();
   }
+  /// How often this thread has come to pass(), in any pass of the rank.
+  static std::int64_t passed() { return passed_; }
   /// Whether this thread is inside of run().
   static bool under_way() { return now_ != nullptr; }
 
@@ -65,6 +68,7 @@ class Turns {
   static void pass_now();
 
   static inline constinit thread_local Stacks* now_ = nullptr;
+  static inline constinit thread_local std::int64_t passed_ = 0;
 
   std::unique_ptr<Stacks> stacks_;
 };

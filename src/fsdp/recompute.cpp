@@ -171,6 +171,7 @@ AutocastScope::~AutocastScope() {
 // A thread is a rank, so this is per rank.
 thread_local Recorded* t_first = nullptr;
 thread_local Recorded* t_again = nullptr;
+thread_local std::uint64_t t_drew = 0;
 
 }  // namespace
 
@@ -182,6 +183,8 @@ RecomputeScope::RecomputeScope(Recorded& recorded)
   recorded.next = 0;
 }
 RecomputeScope::~RecomputeScope() { t_again = outer_; }
+void note_draw() { ++t_drew; }
+std::uint64_t checkpoints_that_drew() { return t_drew; }
 Recorded* first_forward() { return t_first; }
 Recorded* recomputing() { return t_again; }
 
@@ -191,8 +194,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-thread_local std::uint64_t t_drew = 0;
 
 using Run = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
@@ -321,7 +322,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     require_unchanged(*block, saved, versions);
     if (random != fsdp::RandomState::now(block->device)) {
       block->random = std::move(random);
-      ++t_drew;
+      fsdp::note_draw();
     }
     separate(outputs, saved);
     block->inputs = saved.size();

@@ -279,12 +279,9 @@ class Walk {
     auto begins = roots_of(backward, gradients);
     gradients.clear();
     scope_->run_pair({in_scope(forward.stage), forward.micro_batch,
-                      [&] {
-                        computing(forward, [&] { run_forward(forward, flight, inputs); });
-                      }},
-                     {in_scope(backward.stage), backward.micro_batch, mode_of(backward), [&] {
-                        computing(backward, [&] { run_backward(backward, begins); });
-                      }});
+                      [&] { computing(forward, [&] { run_forward(forward, flight, inputs); }); }},
+                     {in_scope(backward.stage), backward.micro_batch, mode_of(backward),
+                      [&] { computing(backward, [&] { run_backward(backward, begins); }); }});
     end(backward);
   }
 

@@ -13,6 +13,7 @@
 #include "base/hash.h"
 #include "base/interrupt.h"
 #include "base/log.h"
+#include "base/threads/backward_pass.h"
 #include "comm/device.h"
 #include "fsdp/agreed/pass_planner.h"
 #include "fsdp/runtime/integrity.h"
@@ -248,7 +249,7 @@ void Runtime::expect(Entry& entry) {
 
 void Runtime::on_gradient() {
   // A deferred one may come at any time.
-  if (torch::autograd::get_current_graph_task_id() != -1) begin_backward();
+  if (base::in_backward_pass()) begin_backward();
 }
 
 void Runtime::on_tickets_closed() {
@@ -531,9 +532,9 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     releases.push_back(under_way_.empty() && unit->controls.reshard_after_forward &&
                        unit->controls.reshard_after_backward && unit->progress_.open_calls == 0);
   }
-  next.pass = {
-      std::make_shared<const PassPlan>(fsdp::plan_backward(record, std::move(units), releases)),
-      next.forwards.empty() ? 0 : next.forwards.back()};
+  next.pass.plan =
+      std::make_shared<const PassPlan>(fsdp::plan_backward(record, std::move(units), releases));
+  next.pass.number = next.forwards.empty() ? 0 : next.forwards.back();
   next.places = backward_places(record);
   for (const auto& segment : next.segments) {
     for (const auto& weak : segment->entries) {

@@ -69,6 +69,8 @@ void Runtime::set_planner(Planner planner, RecomputeMode while_recording) {
   planning_.known.forget_plans();
 }
 
+comm::Turns& Runtime::turns() { return turns_ ? *turns_ : turns_.emplace(device()); }
+
 void Runtime::warn_of_no_pairs(const std::string& why) {
   if (std::exchange(warned_of_no_pairs_, true) || world().rank() != 0) return;
   log::warn("StepScope::run_pair: found that ", why,

@@ -339,10 +339,9 @@ void OpenStep::start_backward(int stage, std::int64_t micro_batch, Backward back
                 ": found kInputOnly, expected kFull where the number of micro-batches is given, "
                 "since gradients are reduced while the last backward runs; leave "
                 "StepScopeOptions::micro_batches out and call reduce()");
-  start(backward_, {.kind = Kind::kBackward,
-                    .stage = stage,
-                    .micro_batch = micro_batch,
-                    .backward = backward});
+  start(
+      backward_,
+      {.kind = Kind::kBackward, .stage = stage, .micro_batch = micro_batch, .backward = backward});
 }
 
 void OpenStep::run_weight_gradients(int stage, std::int64_t micro_batch) {

@@ -76,6 +76,8 @@ class OpenStep {
   void reduce(int stage);
   void finish();
   bool records() const { return records_; }
+  /// A forward and a backward are under way, beside each other.
+  bool is_pair() const { return forward_.pass.beside != nullptr; }
 
   // --- called by the runtime ---
   /// Collective, as choose_plan().
@@ -123,8 +125,8 @@ class OpenStep {
     Action action = {};
     const std::string* marks = nullptr;
     Pass pass = {};  ///< of a forward or backward; a forward that is recorded has none
-    std::int64_t turns_before = 0;       ///< turns of this rank when it began
-    std::uint64_t drew_before = 0;       ///< checkpoints of this thread that had drawn, then
+    std::int64_t turns_before = 0;  ///< turns of this rank when it began
+    std::uint64_t drew_before = 0;  ///< checkpoints of this thread that had drawn, then
     std::uint32_t micro_batch() const { return static_cast<std::uint32_t>(action.micro_batch); }
   };
   enum class State : std::uint8_t { kForward, kInputDone, kDone };
@@ -175,7 +177,6 @@ class OpenStep {
   void rest(UnderWay& under);
   void end_action();
   // step_pairs.cpp
-  bool is_pair() const { return forward_.pass.beside != nullptr; }
   std::string why_in_turn(int forward_stage, int backward_stage) const;
   void run_beside(const StepForward& forward, const StepBackward& backward);
   static void count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
@@ -208,9 +209,9 @@ class OpenStep {
   bool records_ = true;
   bool units_changed_ = false;
   bool finished_ = false;
-  KnownStep* known_ = nullptr;                 // while it begins; null: it records
-  StepRecord record_;                          // what is followed, or has been recorded so far
-  StepTurns turns_;                            // the same
+  KnownStep* known_ = nullptr;  // while it begins; null: it records
+  StepRecord record_;           // what is followed, or has been recorded so far
+  StepTurns turns_;             // the same
   bool ranks_turn_alike_ = true;
   std::shared_ptr<const StepPlan> step_plan_;  // where it is followed
   // Requests of the pool before this step, where a planner has made the plan for it.
@@ -220,9 +221,9 @@ class OpenStep {
   std::vector<std::vector<UnitId>> lenders_;  // by unit
   HeldUnits held_;                            // all of them, until it has ended
   std::uint64_t weights_ = 0;                 // weights_of() these when it began
-  UnderWay forward_;           // of a forward
-  UnderWay backward_;          // of a backward, or of another call
-  UnderWay* now_ = &backward_;  // whose code has come by last
+  UnderWay forward_;                          // of a forward
+  UnderWay backward_;                         // of a backward, or of another call
+  UnderWay* now_ = &backward_;                // whose code has come by last
   std::vector<Action> log_;
   std::string base_marks_;
   StageRecord recorded_;  // what the backward under way goes through, where the step records

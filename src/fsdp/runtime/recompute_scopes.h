@@ -55,6 +55,7 @@ class RecomputeScope {
 
 /// Checkpoints of this thread that drew from a default generator when they first ran.
 std::uint64_t checkpoints_that_drew();
+void note_draw();
 Recorded* first_forward();  ///< null outside of any
 Recorded* recomputing();    ///< null outside of any
 

@@ -7,6 +7,7 @@
 
 #include "base/hash.h"
 #include "base/interrupt.h"
+#include "base/threads/backward_pass.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "fsdp/runtime/integrity.h"
@@ -427,8 +428,7 @@ void Runtime::gather_again(Unit& unit) {
 
 bool Runtime::enter_repeated(Unit& unit) {
   take_up_abandoned();
-  TESSERA_CHECK(base::in_backward_pass(), ErrorKind::kUsage, "unit ",
-                unit.shown_name(),
+  TESSERA_CHECK(base::in_backward_pass(), ErrorKind::kUsage, "unit ", unit.shown_name(),
                 ": found a recomputation outside of a backward, expected a forward; make the call "
                 "as CallKind::kForward");
   if (!at::GradMode::is_enabled() && !backward_goes_through_this()) return false;

@@ -173,7 +173,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool is_under_way() const { return in_backward_ || forwards_.is_open(); }
   Forwards& forwards() { return forwards_; }
   grad::WeightGradStore& store() { return store_; }
-  comm::Turns& turns() { return turns_; }
+  comm::Turns& turns();
   /// Says once on rank 0 why forwards do not run beside backwards.
   void warn_of_no_pairs(const std::string& why);
   StepPlanning& planning() { return planning_; }
@@ -371,9 +371,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool holds_reductions_ = false;
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
 
-  std::shared_ptr<OpenStep> step_;  // null outside of a step scope
-  comm::Turns turns_;
-  std::uint64_t steps_ = 0;         // so far
+  std::shared_ptr<OpenStep> step_;    // null outside of a step scope
+  std::optional<comm::Turns> turns_;  // once a pair has run
+  std::uint64_t steps_ = 0;           // so far
   StepPlanning planning_;
   std::shared_ptr<grad::Regions> regions_;
   bool warned_of_no_scope_ = false;

@@ -25,9 +25,10 @@ std::string OpenStep::why_in_turn(int forward_stage, int backward_stage) const {
 void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward) {
   constexpr auto kWhat = "StepScope::run_pair";
   require_open(kWhat);
-  TESSERA_CHECK(!options_.micro_batches, ErrorKind::kUsage, kWhat,
-                ": found StepScopeOptions::micro_batches, which says that a forward comes after the "
-                "backwards of all before it, expected none; leave it out and call reduce()");
+  TESSERA_CHECK(
+      !options_.micro_batches, ErrorKind::kUsage, kWhat,
+      ": found StepScopeOptions::micro_batches, which says that a forward comes after the "
+      "backwards of all before it, expected none; leave it out and call reduce()");
   stage_of(forward.stage, kWhat);
   stage_of(backward.stage, kWhat);
   const auto why = records_ ? std::string() : why_in_turn(forward.stage, backward.stage);

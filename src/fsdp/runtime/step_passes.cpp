@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/threads/backward_pass.h"
 #include "fsdp/agreed/pass_planner.h"
 #include "fsdp/runtime/open_step.h"
 #include "fsdp/runtime/runtime.h"
@@ -69,8 +70,8 @@ void OpenStep::release_what_passes() {
 // ---------------------------------------------------------------------------------------- forward
 
 void OpenStep::begin_outermost() {
-  if (runtime_.is_in_backward() && (!is_pair() || comm::in_backward_pass())) {
-    fail(ErrorKind::kUsage, !comm::in_backward_pass()
+  if (runtime_.is_in_backward() && (!is_pair() || base::in_backward_pass())) {
+    fail(ErrorKind::kUsage, !base::in_backward_pass()
                                 ? std::string(kAbandoned)
                                 : concat(action_in_words(),
                                          " of a step: found a forward inside it, expected them one "
@@ -137,7 +138,8 @@ void OpenStep::leave(Unit& unit, bool is_outermost) {
     if (trace.exits.back() != part.exits.at(trace.exits.size() - 1)) {
       leave_record("units that end in another order", "them one inside another");
     }
-    runtime_.advance(forward_.pass, forward_.pass.place(forward_.action.parts, trace.exits.back()).after);
+    runtime_.advance(forward_.pass,
+                     forward_.pass.place(forward_.action.parts, trace.exits.back()).after);
     if (!is_outermost) return;
   }
   one.segments.push_back(segment);

@@ -226,7 +226,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// Whether it and the other one have a parameter in common.
   bool shares_with(const Unit& other) const {
     return this == &other || borrows_from(other) || other.borrows_from(*this) ||
-           std::ranges::any_of(lenders, [&](const auto& each) { return other.borrows_from(*each); });
+           std::ranges::any_of(lenders,
+                               [&](const auto& each) { return other.borrows_from(*each); });
   }
   bool borrows_from(const Unit& other) const {
     return std::any_of(lenders.begin(), lenders.end(),
