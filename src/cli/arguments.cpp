@@ -234,8 +234,8 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
       "schedule",
       "The lists of a pipeline schedule, validated and simulated: no model, nothing is run.");
   verb->add_option("KIND|FILE.csv", schedule.schedule,
-                   "GPipe, 1F1B, Interleaved1F1B, ZB1P, InterleavedZeroBubble, ZBV, DualPipeV "
-                   "(PyTorch's names, too), or FILE.csv in PyTorch's form.")
+                   "GPipe, 1F1B, Interleaved1F1B, ZB1P, InterleavedZeroBubble, ZBV, DualPipeV, "
+                   "Paired1F1B (PyTorch's names, too), or FILE.csv in PyTorch's form.")
       ->required();
   const auto count = whole_number(std::numeric_limits<int>::max());
   verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.")

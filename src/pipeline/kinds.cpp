@@ -223,6 +223,15 @@ void dual_pipe_v(RankList& list, int rank, const Shape& shape) {
   while (list.put_off() > 0) list.oldest_weight_gradient();
 }
 
+/// Runs two forwards more ahead for each rank behind. With one, as in 1F1B, a pair would wait for
+/// the pairs of both neighbours, and every second slot would be empty.
+void paired_one_f_one_b(RankList& list, int rank, const Shape& shape) {
+  const int ahead = 2 * (shape.ranks - rank) - 1;
+  repeat(std::min(shape.micro_batches, ahead), [&] { list.forward(0); });
+  repeat(std::max(0, shape.micro_batches - ahead), [&] { list.forward_beside_backward(0, 0); });
+  repeat(std::min(shape.micro_batches, ahead), [&] { list.backward(0); });
+}
+
 using Generator = void (*)(RankList&, int rank, const Shape&);
 
 Generator generator_of(Kind kind) {
@@ -240,6 +249,8 @@ Generator generator_of(Kind kind) {
       return zero_bubble_v;
     case Kind::kDualPipeV:
       return dual_pipe_v;
+    case Kind::kPairedOneFOneB:
+      return paired_one_f_one_b;
   }
   TESSERA_INVARIANT(false, "a kind of schedules without a generator");
 }
@@ -249,7 +260,7 @@ void check_micro_batches(const KindRow& row, const Shape& shape) {
   const auto at_least = [&](int fewest, std::string_view what) {
     TESSERA_CHECK(found >= fewest, ErrorKind::kConfig, row.name, " on ", shape.ranks,
                   " ranks: found ", found, " micro-batches, expected at least ", fewest, ", the ",
-                  what, "; make smaller ones, or take GPipe or ZBV");
+                  what, "; make smaller ones, or take GPipe, ZBV or Paired1F1B");
   };
   if (row.kind == Kind::kOneFOneB) at_least(shape.ranks, "number of ranks");
   if (row.kind == Kind::kDualPipeV) at_least(2 * shape.ranks, "number of stages");
@@ -292,6 +303,7 @@ const std::vector<KindRow>& kinds() {
        .name = "DualPipeV",
        .placement = Placement::kV,
        .stages_per_rank = 2},
+      {.kind = Kind::kPairedOneFOneB, .name = "Paired1F1B"},
   };
   return rows;
 }

@@ -3,7 +3,7 @@
 //
 // In every kind F, I and W (or B) of a stage come in the order of the micro-batches, so sums of
 // gradients have the bits of a run without a pipeline. Orders equal those of PyTorch 2.13 (1F1B:
-// what its step runs), which docs/pipeline.md says more of. Next: schedule.h.
+// what its step runs; it has no Paired1F1B), which docs/pipeline.md says more of. Next: schedule.h.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,7 @@ enum class Kind : std::uint8_t {
   kInterleavedZeroBubble,  ///< the same over several stages a rank
   kZeroBubbleV,            ///< ZBV: two stages a rank, the way back passes the ranks in reverse
   kDualPipeV,              ///< the same placement, F and B of two stages side by side
+  kPairedOneFOneB,         ///< Paired1F1B: 1F1B with each F beside the B of an earlier micro-batch
 };
 
 /// How stages lie on ranks.

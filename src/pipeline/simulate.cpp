@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -60,6 +61,24 @@ class Memory {
   double peak_deferred_ = 0.0;
 };
 
+double exchange_time(const Pieces& pieces) {
+  double time = 0.0;
+  for (const Piece& piece : pieces) time += piece.exchange;
+  return time;
+}
+
+/// Of one micro-batch.
+struct StageExchanges {
+  double forward = 0.0;
+  double backward = 0.0;
+};
+
+struct SlotTime {
+  double all = 0.0;
+  double exposed = 0.0;  ///< of its exchanges
+  double hidden = 0.0;
+};
+
 class Simulation {
  public:
   Simulation(const Program& program, const Costs& costs)
@@ -70,6 +89,10 @@ class Simulation {
         hand_overs_(2 * program.rank_of.size() *
                     static_cast<std::size_t>(std::max(program.micro_batches, 0))) {
     simulated_.ranks.resize(program.steps.size());
+    for (const StageCosts& stage : costs) {
+      exchanges_.push_back(
+          {exchange_time(stage.forward_pieces), exchange_time(stage.backward_pieces)});
+    }
   }
 
   Simulated run() {
@@ -108,9 +131,31 @@ class Simulation {
     }
     return 0.0;
   }
-  double cost_of(const Slot& slot) const {
-    if (!slot.beside) return cost_of(slot.action);
-    return of(slot.action.stage).beside.value_or(cost_of(slot.action) + cost_of(*slot.beside));
+
+  double exchanges_of(const Action& action) const {
+    const StageExchanges& of_stage = exchanges_[static_cast<std::size_t>(action.stage)];
+    if (action.kind == ActionKind::kForward) return of_stage.forward;
+    return action.gives_input_gradient() ? of_stage.backward : 0.0;
+  }
+
+  /// A slot's time, and what its exchanges are of it.
+  SlotTime time_of(const Slot& slot) {
+    if (!slot.beside) return {cost_of(slot.action), exchanges_of(slot.action), 0.0};
+    const double in_turn = cost_of(slot.action) + cost_of(*slot.beside);
+    const double exchanges = exchanges_of(slot.action) + exchanges_of(*slot.beside);
+    if (const auto given = of(slot.action.stage).beside) {
+      const double exposed = std::clamp(*given - (in_turn - exchanges), 0.0, exchanges);
+      return {*given, exposed, exchanges - exposed};
+    }
+    const Pieces& forward = of(slot.action.stage).forward_pieces;
+    const Pieces& backward = of(slot.beside->stage).backward_pieces;
+    if (forward.empty() || backward.empty()) return {in_turn, exchanges, 0.0};
+    const auto [place, is_new] = pairs_.try_emplace({slot.action.stage, slot.beside->stage});
+    if (is_new) {
+      const Interleaved pair = interleave(forward, backward);
+      place->second = {pair.time, pair.exposed, pair.hidden};
+    }
+    return place->second;
   }
 
   /// False: what the next step needs has not been made yet.
@@ -140,10 +185,13 @@ class Simulation {
       begin = std::max(begin, arrived.value_or(begin));
     });
     if (!is_there) return false;
-    const double cost = cost_of(slot);
-    now_[rank] = begin + cost;
-    simulated_.ranks[rank].busy += cost;
-    simulated_.ranks[rank].slots.push_back({begin, now_[rank]});
+    const SlotTime time = time_of(slot);
+    now_[rank] = begin + time.all;
+    SimulatedRank& result = simulated_.ranks[rank];
+    result.busy += time.all;
+    result.exposed_exchange += time.exposed;
+    result.hidden_exchange += time.hidden;
+    result.slots.push_back({begin, now_[rank]});
     slot.each([&](const Action& action) {
       if (const auto given = given_by(action, stages())) times_of(*given).made = now_[rank];
     });
@@ -223,13 +271,33 @@ class Simulation {
   const Program& program_;
   const Costs& costs_;
   Simulated simulated_;
-  std::vector<std::size_t> woken_;  ///< ranks to look at
-  std::vector<std::size_t> next_;   ///< step of each rank
-  std::vector<double> now_;         ///< its clock
+  std::vector<StageExchanges> exchanges_;          ///< of each stage
+  std::map<std::pair<int, int>, SlotTime> pairs_;  ///< by the stages of F and B
+  std::vector<std::size_t> woken_;                 ///< ranks to look at
+  std::vector<std::size_t> next_;                  ///< step of each rank
+  std::vector<double> now_;                        ///< its clock
   std::vector<HandOverTimes> hand_overs_;
 };
 
 }  // namespace
+
+StageCosts with_exchanges(const StageCosts& computing, const Exchanges& exchanges) {
+  std::vector<double> forward;
+  std::vector<double> backward;
+  for (int layer = 0; layer < exchanges.layers; ++layer) {
+    forward.insert(forward.end(), static_cast<std::size_t>(exchanges.forward), exchanges.cost);
+    backward.insert(backward.end(), static_cast<std::size_t>(exchanges.backward), exchanges.cost);
+    if (exchanges.backward > 0) backward.push_back(0.0);
+  }
+  StageCosts costs = computing;
+  costs.forward_pieces = equal_pieces(computing.forward, forward);
+  costs.backward_pieces = equal_pieces(computing.of_backward(), backward);
+  const double in_backward = exchange_time(costs.backward_pieces);
+  costs.forward += exchange_time(costs.forward_pieces);
+  costs.input_gradient += in_backward;
+  if (costs.backward) *costs.backward += in_backward;
+  return costs;
+}
 
 Simulated simulate(const Program& program, const Costs& costs) {
   check_costs(costs, program.rank_of.size());

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "pipeline/interleave.h"
 #include "pipeline/program.h"
 #include "pipeline/schedule.h"
 
@@ -19,8 +20,12 @@ struct StageCosts {
   double weight_gradient = 1.0;
   /// None: that of I and of W.
   std::optional<double> backward = {};
-  /// Of the slot in which this stage's F has a B beside it. None: of both, one after the other.
+  /// Of the slot in which this stage's F has a B beside it. None: what the turns of their pieces
+  /// take, or, where there are no pieces, both one after the other.
   std::optional<double> beside = {};
+  /// What F, and B or I, compute between their exchanges (with_exchanges()); empty without any.
+  Pieces forward_pieces = {};
+  Pieces backward_pieces = {};
   /// From the end of a slot to the arrival at another rank.
   double send_forward = 0.0;
   double send_backward = 0.0;
@@ -32,6 +37,19 @@ struct StageCosts {
 
   double of_backward() const { return backward.value_or(input_gradient + weight_gradient); }
 };
+
+/// Exchanges within a stage, over the ranks that share its layers.
+struct Exchanges {
+  int forward = 0;   ///< of a layer, in its forward
+  int backward = 0;  ///< of a layer, in its backward: with recomputation also the repeated ones
+  int layers = 1;    ///< of a stage
+  double cost = 0.0;
+};
+
+/// Adds exchanges to what a stage computes: F and I take longer, and pairs take turns. Computing is
+/// cut into equal pieces; a backward passes the turn once more a layer, behind the last exchange of
+/// it, as experts do where they form their weight gradients.
+StageCosts with_exchanges(const StageCosts& computing, const Exchanges& exchanges);
 
 /// Of each stage.
 using Costs = std::vector<StageCosts>;
@@ -47,7 +65,9 @@ struct SimulatedRank {
   int peak_live_chunks = 0;  ///< validate.h
   double peak_bytes = 0.0;   ///< live and deferred
   double peak_deferred_bytes = 0.0;
-  int most_open_sends = 0;  ///< that have not arrived, at once: the memory that they keep
+  int most_open_sends = 0;        ///< that have not arrived, at once: the memory that they keep
+  double exposed_exchange = 0.0;  ///< of `busy`: the rank stands waiting for exchanges
+  double hidden_exchange = 0.0;   ///< the rest of the exchanges' time
   std::vector<TimeSpan> slots;
 };
 

@@ -44,7 +44,8 @@ std::string to_string(const Case& one) {
 /// The same in every run of the test.
 std::vector<Case> random_cases(unsigned seed, int in_short) {
   const char* const schedules[] = {
-      "1F1B", "ZBV", "DualPipeV", "Interleaved1F1B", "ZB1P", "GPipe", "InterleavedZeroBubble"};
+      "1F1B",      "ZBV", "DualPipeV", "Interleaved1F1B", "ZB1P", "GPipe", "InterleavedZeroBubble",
+      "Paired1F1B"};
   std::mt19937 random(seed);
   std::vector<Case> cases;
   const int count = test::full_proof() ? 20 : in_short;

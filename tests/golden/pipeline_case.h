@@ -30,14 +30,15 @@ inline std::string to_string(const PipelineCase& c) {
 }
 
 inline const std::vector<std::string> kKinds{
-    "GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "InterleavedZeroBubble", "ZBV", "DualPipeV"};
+    "GPipe", "1F1B",      "Interleaved1F1B", "ZB1P", "InterleavedZeroBubble",
+    "ZBV",   "DualPipeV", "Paired1F1B"};
 inline constexpr int kRanks[] = {2, 4};
 inline constexpr RecomputeMode kModes[] = {RecomputeMode::kNone, RecomputeMode::kFull,
                                            RecomputeMode::kSelective};
 inline constexpr train::PipelineReshard kReshard[] = {train::PipelineReshard::kStep,
                                                       train::PipelineReshard::kMicroBatch};
 inline bool has_several_stages(const std::string& kind) {
-  return kind != "GPipe" && kind != "1F1B" && kind != "ZB1P";
+  return kind != "GPipe" && kind != "1F1B" && kind != "ZB1P" && kind != "Paired1F1B";
 }
 
 inline Layout with_stages(const Layout& layout, int stages) {

@@ -214,7 +214,7 @@ void add_layout(std::vector<ConfigKey>& keys) {
       .key("schedule", &S::schedule,
            {"",
             "Order of forwards and backwards: GPipe, 1F1B, Interleaved1F1B, ZB1P, "
-            "InterleavedZeroBubble, ZBV, DualPipeV, or PyTorch's names of them."})
+            "InterleavedZeroBubble, ZBV, DualPipeV, Paired1F1B, or PyTorch's names of them."})
       .key("schedule_file", &S::schedule_file,
            {"file", "CSV of a schedule in its place, as `tessera schedule` and PyTorch write it."})
       .key("micro_batches", &S::micro_batches,

@@ -58,6 +58,19 @@ TEST(Kinds, OfOneStageARankAreThoseOfTheirPapers) {
             "rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3\n");
 }
 
+// Two forwards more ahead a hop, then pairs, then what is left.
+TEST(Kinds, Paired1F1BHasEachForwardBesideAnEarlierBackward) {
+  EXPECT_EQ(to_string(make_schedule(Kind::kPairedOneFOneB, {1, 1, 3})),
+            "rank 0: 0F0 (0F1;0B0) (0F2;0B1) 0B2\n");
+  EXPECT_EQ(to_string(make_schedule(Kind::kPairedOneFOneB, {2, 1, 5})),
+            "rank 0: 0F0 0F1 0F2 (0F3;0B0) (0F4;0B1) 0B2 0B3 0B4\n"
+            "rank 1: 1F0 (1F1;1B0) (1F2;1B1) (1F3;1B2) (1F4;1B3) 1B4\n");
+  EXPECT_EQ(to_string(make_schedule(Kind::kPairedOneFOneB, {3, 1, 2})),
+            "rank 0: 0F0 0F1 0B0 0B1\n"
+            "rank 1: 1F0 1F1 1B0 1B1\n"
+            "rank 2: 2F0 (2F1;2B0) 2B1\n");
+}
+
 // F, I or B, and W or B of a stage come in the order of the micro-batches, in every kind.
 TEST(Kinds, KeepMicroBatchesInOrder) {
   int schedules = 0;
@@ -89,7 +102,7 @@ TEST(Kinds, KeepMicroBatchesInOrder) {
       }
     }
   }
-  EXPECT_EQ(schedules, 7 * 5 * 5);
+  EXPECT_EQ(schedules, 8 * 5 * 5);
 }
 
 TEST(Kinds, AreFoundByOurNamesAndByTorchs) {
@@ -121,9 +134,11 @@ TEST(Kinds, RefuseWithNumbers) {
 
 // With fewer micro-batches than ranks the kinds that take it still do each action once.
 TEST(Kinds, TakeFewMicroBatchesWhereTheyHaveAMeaning) {
-  for (const Kind kind : {Kind::kGPipe, Kind::kZeroBubble, Kind::kZeroBubbleV}) {
+  for (const Kind kind :
+       {Kind::kGPipe, Kind::kZeroBubble, Kind::kZeroBubbleV, Kind::kPairedOneFOneB}) {
     const Schedule schedule = make_schedule(kind, {5, row_of(kind).stages_per_rank, 1});
-    const std::size_t each = kind == Kind::kGPipe ? 2 : 3 * schedule.stages_of(0).size();
+    const bool in_halves = kind == Kind::kZeroBubble || kind == Kind::kZeroBubbleV;
+    const std::size_t each = in_halves ? 3 * schedule.stages_of(0).size() : 2;
     for (const auto& slots : schedule.slots) EXPECT_EQ(slots.size(), each) << row_of(kind).name;
   }
 }

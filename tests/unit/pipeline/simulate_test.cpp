@@ -82,6 +82,79 @@ TEST(Simulate, BubblesAreThoseOfThePapers) {
   }
 }
 
+// A micro-batch passes all ranks forward and back, each other one takes a pair more.
+TEST(Simulate, Paired1F1BTakesAPairAMicroBatch) {
+  for (const auto& [forward, input, weight] :
+       std::vector<std::array<double, 3>>{{1, 1, 1}, {2, 2, 1}, {3, 4, 2}}) {
+    const double both = forward + input + weight;
+    for (const double pair : {both, both - 0.5, std::max(forward, input + weight)}) {
+      for (int ranks = 1; ranks <= 8; ++ranks) {
+        const Costs costs = costs_of(ranks, forward, input, weight, pair);
+        for (int micro_batches = 1; micro_batches <= 20; ++micro_batches) {
+          const Schedule schedule = make_schedule(Kind::kPairedOneFOneB, {ranks, 1, micro_batches});
+          EXPECT_EQ(simulate(schedule, costs).makespan, ranks * both + (micro_batches - 1) * pair)
+              << ranks << " ranks, " << micro_batches << " micro-batches, " << pair;
+        }
+      }
+    }
+  }
+}
+
+// On several ranks DualPipeV, whose stages are half as large, takes less, on one rank more.
+TEST(Simulate, Paired1F1BBesideOtherKinds) {
+  const auto makespans = [](Kind kind, int ranks, int micro_batches) {
+    std::vector<double> found;
+    for (const double pair : {3.0, 2.0}) {
+      const int stages = row_of(kind).stages_per_rank;
+      const Schedule schedule = make_schedule(kind, {ranks, stages, micro_batches});
+      const double each = 1.0 / stages;
+      found.push_back(
+          simulate(schedule, costs_of(schedule.stages(), each, each, each, pair * each)).makespan);
+    }
+    return found;
+  };
+  const std::vector<std::pair<int, int>> shapes{{1, 8}, {2, 8}, {4, 8}, {4, 16}};
+  std::vector<std::vector<double>> paired, alone, dual;
+  for (const auto& [ranks, micro_batches] : shapes) {
+    paired.push_back(makespans(Kind::kPairedOneFOneB, ranks, micro_batches));
+    alone.push_back(makespans(Kind::kOneFOneB, ranks, micro_batches));
+    dual.push_back(makespans(Kind::kDualPipeV, ranks, micro_batches));
+  }
+  EXPECT_THAT(paired, ElementsAre(ElementsAre(24, 17), ElementsAre(27, 20), ElementsAre(33, 26),
+                                  ElementsAre(57, 42)));
+  EXPECT_THAT(alone, ElementsAre(ElementsAre(24, 24), ElementsAre(27, 27), ElementsAre(33, 33),
+                                 ElementsAre(57, 57)));
+  EXPECT_THAT(dual, ElementsAre(ElementsAre(24, 17.5), ElementsAre(25, 19), ElementsAre(27, 22),
+                                ElementsAre(51, 38)));
+}
+
+// F and B alone stand waiting for all of their exchanges; pairs for what their turns leave of them, or
+// for what a given cost has above their computing.
+TEST(Simulate, CountsWhatExchangesExpose) {
+  const Schedule schedule = make_schedule(Kind::kPairedOneFOneB, {2, 1, 4});
+  const StageCosts computing{.forward = 8, .input_gradient = 5, .weight_gradient = 5};
+  StageCosts stage =
+      with_exchanges(computing, {.forward = 1, .backward = 1, .layers = 1, .cost = 3});
+  EXPECT_EQ(stage.forward_pieces, (Pieces{{4, 3}, {4, 0}}));
+  EXPECT_EQ(stage.forward, 11);
+  EXPECT_EQ(stage.input_gradient, 8);
+  EXPECT_EQ(stage.weight_gradient, 5);
+  const auto expect_each = [&](double makespan, std::vector<double> exposed) {
+    const Simulated simulated = simulate(schedule, {stage, stage});
+    EXPECT_DOUBLE_EQ(simulated.makespan, makespan);
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      EXPECT_DOUBLE_EQ(simulated.ranks[rank].exposed_exchange, exposed[rank]);
+      EXPECT_DOUBLE_EQ(simulated.ranks[rank].hidden_exchange, 24 - exposed[rank]);
+    }
+  };
+  // A pair computes for 18 without standing: three F and B alone on rank 0, one on rank 1.
+  expect_each(2 * 24 + 3 * 18, {18, 6});
+  stage.beside = 20;
+  expect_each(2 * 24 + 3 * 20, {18 + 2, 6 + 3 * 2});
+  stage.beside = 16;
+  expect_each(2 * 24 + 3 * 16, {18, 6});
+}
+
 // Two ranks, one micro-batch: F, message, F, B, message, B.
 TEST(Simulate, MessagesTakeTheirTime) {
   const Schedule schedule = make_schedule(Kind::kGPipe, {2, 1, 1});

@@ -72,6 +72,8 @@ std::optional<int> peak_of_paper(Kind kind, const Shape& shape, int rank) {
       return 2 * shape.ranks;
     case Kind::kDualPipeV:
       return 2 * shape.ranks + 1;
+    case Kind::kPairedOneFOneB:
+      return std::min(shape.micro_batches, 2 * (shape.ranks - rank));
     default:
       return std::nullopt;
   }
@@ -91,6 +93,24 @@ TEST(Validate, KindsKeepToTheMemoryOfTheirPapers) {
     const Validation above = validate(schedule, {.live_chunks = most - 1});
     EXPECT_TRUE(found(above, Fault::kMemory)) << row.name;
   });
+}
+
+// With any number of micro-batches, and on a rank alone too.
+TEST(Validate, Paired1F1BTakesEveryShape) {
+  for (int ranks = 1; ranks <= 8; ++ranks) {
+    for (int micro_batches = 1; micro_batches <= 20; ++micro_batches) {
+      const Schedule schedule = make_schedule(Kind::kPairedOneFOneB, {ranks, 1, micro_batches});
+      const Validation validation =
+          validate(schedule, {.messages = MessageOrder::kOfSends, .open_sends = 0});
+      EXPECT_EQ(text_of(validation), "") << ranks << " ranks, " << micro_batches;
+      EXPECT_THAT(validation.remarks, IsEmpty());
+      const std::vector<int> peaks = peak_live_chunks(schedule);
+      for (int rank = 0; rank < ranks; ++rank) {
+        EXPECT_EQ(peaks[static_cast<std::size_t>(rank)],
+                  std::min(micro_batches, 2 * (ranks - rank)));
+      }
+    }
+  }
 }
 
 TEST(Validate, RandomSchedulesAreValid) {
@@ -428,7 +448,8 @@ TEST(Validate, KindsEndWithFewOpenSends) {
                                                    {"ZB1P", 0},
                                                    {"InterleavedZeroBubble", 3},
                                                    {"ZBV", 1},
-                                                   {"DualPipeV", 1}}));
+                                                   {"DualPipeV", 1},
+                                                   {"Paired1F1B", 0}}));
 }
 
 // Every send of rank 0 is open when rank 1 begins: far above what a walk that counts them anew at

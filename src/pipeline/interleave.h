@@ -1,0 +1,71 @@
+// The order in which a forward and a backward that run under each other take turns. Pure.
+//
+// A pair of a slot (schedule.h) runs on one thread. Each side is cut into pieces by its exchanges
+// over the ranks of its stage; a piece ends by beginning its exchange and passing the turn, so that
+// the other side computes meanwhile. The order follows from the counts of pieces alone, never from
+// which exchange has arrived: all ranks begin their exchanges in the same order. Next: simulate.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera::pipeline {
+
+/// What a forward or backward computes between two turns, in any unit of time.
+struct Piece {
+  double compute = 0.0;
+  /// From its issue at the end of the piece to its arrival, before which the side's next piece does
+  /// not start. A piece that passes the turn without an exchange has 0; so has the last one, which
+  /// ends its side.
+  double exchange = 0.0;
+
+  bool operator==(const Piece&) const = default;
+};
+/// Those of a side, in order.
+using Pieces = std::vector<Piece>;
+
+/// Cuts `compute` into equal parts, with these exchanges behind all but the last one.
+Pieces equal_pieces(double compute, const std::vector<double>& exchanges);
+
+/// Adds up what the pieces take one after the other.
+double time_alone(const Pieces& pieces);
+
+enum class Side : std::uint8_t { kForward, kBackward };
+
+/// One piece that runs.
+struct Turn {
+  Side side = Side::kForward;
+  std::size_t piece = 0;  ///< from 0; in text from 1
+
+  bool operator==(const Turn&) const = default;
+};
+
+/// Orders so many pieces: in strict alternation from the forward's first one on, and when a side
+/// has ended the other continues alone.
+std::vector<Turn> turns_of(std::size_t forward, std::size_t backward);
+
+/// "F1 B1 F2 B2 ... F9 B9 | F10-13": both in alternation, then one alone.
+std::string to_string(const std::vector<Turn>& turns);
+
+/// Says in one line what is wrong with turns that were taken: the first one that is not that of
+/// turns_of(), which has each piece once, in order. None where nothing is.
+std::optional<std::string> fault_of(const std::vector<Turn>& turns, std::size_t forward,
+                                    std::size_t backward);
+
+/// A pair, or a side alone.
+struct Interleaved {
+  std::vector<Turn> turns;
+  double time = 0.0;
+  double exposed = 0.0;  ///< of the exchanges: how long the thread stands waiting
+  double hidden = 0.0;   ///< of the exchanges: what is not exposed
+};
+
+/// Simulates pieces in the order of turns_of(): one thread computes, each exchange takes its time
+/// from its issue, whatever else is under way. Either side may be empty. Errors: kUsage where a
+/// time is negative or not finite, or a last piece has an exchange.
+Interleaved interleave(const Pieces& forward, const Pieces& backward);
+
+}  // namespace tessera::pipeline
