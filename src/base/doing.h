@@ -33,17 +33,27 @@ class DoingHere {
   const DoingHere* const before_;
 };
 
-/// The unit and the micro-batch whose forward or backward this thread is in: the collectives of a
-/// module know nothing of either. A copy of the name, as models end before their threads do.
+/// The unit, the stage and the micro-batch whose forward or backward this thread is in: the
+/// collectives of a module know nothing of them. A copy of the name, as models end before their
+/// threads do.
 class UnitHere {
  public:
+  static constexpr int kNoStage = -1;
+
   static void enter(std::string_view unit) { unit_ = unit; }
-  static void enter(std::uint32_t micro_batch) { micro_batch_ = micro_batch; }
+  /// By a step scope, which leaves them when it is over: labels of activations have both.
+  static void enter(int stage, std::uint32_t micro_batch) {
+    stage_ = stage;
+    micro_batch_ = micro_batch;
+  }
+  static void leave_step() { enter(kNoStage, 0); }
   static const std::string& unit() { return unit_; }  ///< "": none
+  static int stage() { return stage_; }               ///< of this rank; kNoStage: in no step scope
   static std::uint32_t micro_batch() { return micro_batch_; }
 
  private:
   static inline thread_local std::string unit_;
+  static inline constinit thread_local int stage_ = kNoStage;
   static inline constinit thread_local std::uint32_t micro_batch_ = 0;
 };
 

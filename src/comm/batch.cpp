@@ -25,8 +25,12 @@ class Done : public Work {
 std::string to_string(const Entry& entry) {
   std::string text =
       concat(to_string(entry.label.kind), " of ", entry.label.unit, " (#", entry.sequence,
-             ", unit ", entry.label.unit_id, ", micro-batch ", entry.label.micro_batch,
-             entry.label.controls.empty() ? "" : ", ", entry.label.controls, ":");
+             ", unit ", entry.label.unit_id, ", micro-batch ", entry.label.micro_batch);
+  if (entry.label.stage != UnitHere::kNoStage) text += concat(", stage ", entry.label.stage);
+  if (entry.label.activations != ActivationPass::kNone) {
+    text += concat(", ", to_string(entry.label.activations));
+  }
+  text += concat(entry.label.controls.empty() ? "" : ", ", entry.label.controls, ":");
   bool first = true;
   for (const OpFacts& op : entry.ops) {
     text += first ? " " : " + ";
@@ -44,7 +48,8 @@ void describe(const Batch& batch, std::uint64_t sequence, Entry& entry) {
   Hasher hash;
   hash.add(static_cast<std::uint64_t>(batch.label.kind)).add(std::string_view(batch.label.unit));
   hash.add(std::uint64_t{batch.label.unit_id}).add(std::uint64_t{batch.label.micro_batch});
-  hash.add(std::string_view(batch.label.controls));
+  hash.add(static_cast<std::uint64_t>(batch.label.activations));
+  hash.add(std::int64_t{batch.label.stage}).add(std::string_view(batch.label.controls));
   for (const Op& op : batch.ops) {
     const OpFacts& one = entry.ops.emplace_back(
         std::visit([](const auto& collective) { return collective.facts(); }, op));
@@ -107,11 +112,11 @@ std::int64_t sent_bytes(const Batch& batch, int ranks, int rank) {
 }
 
 IssueWords Entry::words() const {
-  if (label.within.empty()) {
-    return {std::string(to_string(label.kind)), label.unit, label.micro_batch};
-  }
-  return {std::string(to_string(label.kind)), concat(label.within, " (", label.unit, ")"),
-          label.within_micro_batch};
+  const bool again = label.activations == ActivationPass::kRecomputed;
+  const std::string unit =
+      again ? concat(label.unit, " ", to_string(label.activations)) : label.unit;
+  return {std::string(to_string(label.kind)),
+          label.within.empty() ? unit : concat(label.within, " (", unit, ")"), label.micro_batch};
 }
 
 FlightRecorder::FlightRecorder(std::string group, WaitBoard* board)
@@ -123,8 +128,7 @@ FlightRecorder::FlightRecorder(std::string group, WaitBoard* board)
 std::uint64_t FlightRecorder::what_of(const Entry& entry) const {
   const Label& label = entry.label;
   const std::uint64_t what = comm::what_of(entry.fingerprint, purpose_);
-  if (label.within.empty()) return what;
-  return hash_bytes(label.within, what + label.within_micro_batch);
+  return label.within.empty() ? what : hash_bytes(label.within, what);
 }
 
 std::shared_ptr<const Entry> FlightRecorder::record(const Batch& batch, std::uint64_t sequence) {

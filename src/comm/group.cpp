@@ -30,6 +30,20 @@ const at::Tensor& first_tensor(const Op& op) {
   return std::visit([](const auto& one) -> const at::Tensor& { return one.first_tensor(); }, op);
 }
 
+std::string_view to_string(ActivationPass pass) {
+  switch (pass) {
+    case ActivationPass::kNone:
+      return "";
+    case ActivationPass::kForward:
+      return "forward";
+    case ActivationPass::kBackward:
+      return "backward";
+    case ActivationPass::kRecomputed:
+      return "recomputed";
+  }
+  return "";
+}
+
 void note_pass(Label& label) {
   if (torch::autograd::get_current_graph_task_id() >= 0) label.pass = Pass::kBackward;
 }

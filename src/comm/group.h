@@ -23,6 +23,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/doing.h"
 #include "comm/ops/all_gather.h"
 #include "comm/ops/all_reduce.h"
 #include "comm/ops/all_to_all.h"
@@ -41,6 +42,10 @@ namespace tessera::comm {
 class HostWaits;
 class Mail;
 
+/// Which pass of a micro-batch a collective of activations belongs to.
+enum class ActivationPass : std::uint8_t { kNone, kForward, kBackward, kRecomputed };
+std::string_view to_string(ActivationPass pass);  ///< "": none
+
 /// Who calls: compared over ranks, printed when ranks disagree.
 struct Label {
   Kind kind = Kind::kBatch;
@@ -50,10 +55,13 @@ struct Label {
   /// Runtime controls that differ from their defaults, in words: ranks that set them differently
   /// find out here.
   std::string controls = {};
+  /// Of activations, whose unit is the layer's name for the exchange: exchanges of one name meet in
+  /// the same pass of the same stage alone.
+  ActivationPass activations = ActivationPass::kNone;
+  int stage = UnitHere::kNoStage;  ///< of this rank
   // For reports, not compared:
-  /// The unit in whose forward or backward a module issues it, and the micro-batch there.
+  /// The unit in whose forward or backward a module issues it.
   std::string within = {};
-  std::uint32_t within_micro_batch = 0;
   Pass pass = Pass::kForward;  ///< by who issues it
 };
 

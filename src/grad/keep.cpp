@@ -33,6 +33,8 @@ at::Tensor take_of(KeptResults& results, at::IntArrayRef sizes) {
 
 }  // namespace
 
+bool is_recomputing() { return t_again != nullptr; }
+
 KeptResults* kept_here(CheckpointRun run) {
   auto* results = open_results(run);
   return results != nullptr && results->mode == RecomputeMode::kSelective ? results : nullptr;

@@ -45,6 +45,9 @@ class KeepScope {
   KeptResults* outer_;
 };
 
+/// Whether this thread runs the function of a checkpoint again.
+bool is_recomputing();
+
 /// Of the innermost scope of such a run on this thread, where its mode is selective; else null.
 KeptResults* kept_here(CheckpointRun run);
 /// What keep() does there, for a value that was computed elsewhere. Errors: as keep().

@@ -63,10 +63,12 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
 };
 
 /// Sums of a row over the columns of every rank, in the dtype they are formed in.
-at::Tensor sum_over_ranks(const at::Tensor& terms, const parallel::Axis& axis, const char* where) {
+at::Tensor sum_over_ranks(const at::Tensor& terms, const parallel::Axis& axis,
+                          parallel::Direction direction) {
   parallel::Axis exact = axis;
   exact.reduce = std::nullopt;  // of activations' addends; a mean of squares is none
-  return parallel::exchange_sum(terms.sum(-1, /*keepdim=*/true), exact, std::nullopt, where);
+  return parallel::exchange_sum(terms.sum(-1, /*keepdim=*/true), exact, std::nullopt, "shared norm",
+                                direction);
 }
 
 struct SharedRmsNormFunction : torch::autograd::Function<SharedRmsNormFunction> {
@@ -76,8 +78,10 @@ struct SharedRmsNormFunction : torch::autograd::Function<SharedRmsNormFunction> 
     const at::Tensor x = input.contiguous();
     const at::Tensor wide = x.to(at::promote_types(x.scalar_type(), at::kFloat));
     const auto columns = static_cast<double>(x.size(-1) * axis.size);
-    const at::Tensor scale =
-        sum_over_ranks(wide.square(), axis, "shared norm").div_(columns).add_(eps).rsqrt_();
+    const at::Tensor scale = sum_over_ranks(wide.square(), axis, parallel::Direction::kForward)
+                                 .div_(columns)
+                                 .add_(eps)
+                                 .rsqrt_();
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({x, weight, scale});
     ctx->saved_data["axis"] = c10::IValue::make_capsule(c10::make_intrusive<AxisOfNorm>(axis));
@@ -97,7 +101,8 @@ struct SharedRmsNormFunction : torch::autograd::Function<SharedRmsNormFunction> 
     const auto columns = static_cast<double>(normed.size(-1) * held->axis.size);
     const at::Tensor grad_normed = grad * weight;
     const at::Tensor along =
-        sum_over_ranks(grad_normed * normed, held->axis, "shared norm's gradient").div_(columns);
+        sum_over_ranks(grad_normed * normed, held->axis, parallel::Direction::kBackward)
+            .div_(columns);
     const at::Tensor grad_x = (grad_normed - normed * along).mul_(scale);
     variable_list result(4);
     result[0] = grad_x.to(saved[0].scalar_type());

@@ -41,6 +41,9 @@ struct Axis {
 Axis axis_of(const Mesh& mesh, std::string_view name,
              std::optional<at::ScalarType> reduce = std::nullopt);
 
+/// Of a transition between placements, and of what it issues.
+enum class Direction : std::uint8_t { kForward, kBackward };
+
 /// How a dim is cut over an axis: rank r has the r-th part (layout::part_of).
 struct Shard {
   std::int64_t dim = 0;

@@ -17,6 +17,7 @@
 #include "comm/batch.h"
 #include "comm/group.h"
 #include "comm/turns.h"
+#include "grad/keep.h"
 #include "layout/range.h"
 #include "parallel/transition.h"
 #include "tessera/error.h"
@@ -25,29 +26,47 @@
 namespace tessera::parallel {
 namespace {
 
+comm::ActivationPass pass_of(Direction direction) {
+  if (direction == Direction::kBackward) return comm::ActivationPass::kBackward;
+  return grad::is_recomputing() ? comm::ActivationPass::kRecomputed
+                                : comm::ActivationPass::kForward;
+}
+
+/// As traces and tests know it.
+std::string shown(const std::string& where, Direction direction) {
+  return direction == Direction::kBackward ? where + " backward" : where;
+}
+
 /// A collective that was issued, until it was waited for.
 class Exchange {
  public:
-  Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where)
+  Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where,
+           Direction direction)
       : gives_turn_(axis.gives_turn) {
     TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name,
                       " of one rank");
     comm::Batch batch;
     batch.label.kind = kind;
     batch.label.unit = where;
+    batch.label.micro_batch = UnitHere::micro_batch();
+    batch.label.activations = pass_of(direction);
+    batch.label.stage = UnitHere::stage();
     batch.label.within = UnitHere::unit();
-    batch.label.within_micro_batch = UnitHere::micro_batch();
     batch.ops.push_back(std::move(op));
     if (trace_ != nullptr) {
       span_.row = TraceRow::kActivations;
-      span_.name = where;
+      span_.name = shown(where, direction);
       span_.arguments = {{"axis", axis.name},
                          {"kind", std::string(comm::to_string(kind))},
+                         {"micro_batch", std::int64_t{batch.label.micro_batch}},
+                         {"pass", std::string(comm::to_string(batch.label.activations))},
                          {"sent_bytes", comm::sent_bytes(batch, axis.size, axis.rank)}};
       span_.begin = trace_->now();
     }
     const auto delay = test_hooks::exchange_delay.get();
-    if (delay != nullptr) arrives_ = std::chrono::steady_clock::now() + (*delay)(where);
+    if (delay != nullptr) {
+      arrives_ = std::chrono::steady_clock::now() + (*delay)(shown(where, direction));
+    }
     RECORD_USER_SCOPE("tessera::wait");
     work_ = axis.group->issue(std::move(batch));
   }
@@ -74,8 +93,9 @@ class Exchange {
   std::unique_ptr<comm::Work> work_;
 };
 
-void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where) {
-  Exchange(axis, kind, std::move(op), where).finish();
+void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where,
+         Direction direction) {
+  Exchange(axis, kind, std::move(op), where, direction).finish();
 }
 
 /// In which addends of a dtype travel, and in which they are added.
@@ -111,17 +131,17 @@ std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::i
 }  // namespace
 
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
-                        const std::string& where) {
+                        const std::string& where, Direction direction) {
   const WideScope addends_are_wider;  // debug.check_dtypes: as the policy says
   const at::ScalarType wire = wire_dtype(x, axis);
   const at::Tensor addend = x.to(wire).contiguous();
   const at::Tensor sum = at::empty(x.sizes(), x.options().dtype(sum_dtype(wire)));
-  run(axis, comm::Kind::kAllReduce, comm::AllReduce{addend, sum}, where);
+  run(axis, comm::Kind::kAllReduce, comm::AllReduce{addend, sum}, where, direction);
   return sum.to(result.value_or(x.scalar_type()));
 }
 
 at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Shard& shard,
-                           const std::string& where) {
+                           const std::string& where, Direction direction) {
   const std::int64_t total = shard.total.value_or(part.size(shard.dim) * axis.size);
   check_part(part, part.sizes(), axis, shard.dim, total, where);
   const Layout layout = layout_of(part, shard.dim, total, axis);
@@ -137,7 +157,7 @@ at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Shard
     const std::int64_t own = part.numel();
     buffer.narrow(0, axis.rank * slice + own, slice - own).zero_();
   }
-  run(axis, comm::Kind::kAllGather, comm::AllGather{buffer}, where);
+  run(axis, comm::Kind::kAllGather, comm::AllGather{buffer}, where, direction);
   if (layout.outer == 1 && layout.even(axis)) return buffer.view(with_dim(part, shard.dim, total));
   std::vector<at::Tensor> parts;
   for (int rank = 0; rank < axis.size; ++rank) parts.push_back(place(rank));
@@ -145,7 +165,7 @@ at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Shard
 }
 
 at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Shard& shard,
-                                   SumDtype result, const std::string& where) {
+                                   SumDtype result, const std::string& where, Direction direction) {
   const std::int64_t total = whole_of(x, axis, shard, where);
   const Layout layout = layout_of(x, shard.dim, total, axis);
   const std::int64_t slice = layout.outer * layout.largest * layout.inner;
@@ -165,7 +185,7 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
     }
   }
   const at::Tensor sum = at::empty({slice}, x.options().dtype(sum_dtype(wire)));
-  run(axis, comm::Kind::kReduceScatter, comm::ReduceScatter{addends, sum}, where);
+  run(axis, comm::Kind::kReduceScatter, comm::ReduceScatter{addends, sum}, where, direction);
   const std::int64_t own = layout::part_of(total, axis.size, axis.rank).size();
   return sum.narrow(0, 0, layout.outer * own * layout.inner)
       .view(with_dim(x, shard.dim, own))
@@ -177,7 +197,7 @@ struct RowsUnderWay::Issued {
 };
 
 RowsUnderWay::RowsUnderWay(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                           const std::string& where) {
+                           const std::string& where, Direction direction) {
   const std::int64_t sent = std::accumulate(splits.sends.begin(), splits.sends.end(), 0L);
   const std::int64_t received = std::accumulate(splits.receives.begin(), splits.receives.end(), 0L);
   TESSERA_INVARIANT(rows.size(0) == sent, where, ": ", rows.sizes(), " for ", sent, " rows");
@@ -187,7 +207,8 @@ RowsUnderWay::RowsUnderWay(const at::Tensor& rows, const Axis& axis, const Split
   comm::AllToAll op{rows.contiguous(), splits.sends, arriving_, splits.receives};
   for (std::int64_t& count : op.sends) count *= width;
   for (std::int64_t& count : op.receives) count *= width;
-  issued_ = std::make_unique<Issued>(Exchange(axis, comm::Kind::kAllToAll, std::move(op), where));
+  issued_ = std::make_unique<Issued>(
+      Exchange(axis, comm::Kind::kAllToAll, std::move(op), where, direction));
 }
 RowsUnderWay::~RowsUnderWay() = default;
 
@@ -197,8 +218,8 @@ void RowsUnderWay::finish() {
 }
 
 at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                         const std::string& where) {
-  RowsUnderWay under_way(rows, axis, splits, where);
+                         const std::string& where, Direction direction) {
+  RowsUnderWay under_way(rows, axis, splits, where, direction);
   under_way.finish();
   return under_way.arriving();
 }

@@ -1,8 +1,10 @@
 // The collectives behind the transitions, without derivatives: blocking, or for rows issued and waited
 // for apart. For autograd functions of parallel/, moe/ and nn/, whose backwards belong to them.
 //
-// None is called on an axis of one rank. `where` names the caller in errors and traces. Next:
-// transitions.h.
+// None is called on an axis of one rank. `where` names the caller in errors and traces. Labels have,
+// beside it, the pass, and the stage and the micro-batch where a step scope is open: every rank of
+// the axis numbers these alike, and exchanges of two micro-batches never meet, whatever their sizes.
+// Next: transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,17 +24,18 @@ using SumDtype = std::optional<at::ScalarType>;
 
 /// Bytes a rank sends: comm::AllReduce.
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
-                        const std::string& where);
+                        const std::string& where, Direction direction = Direction::kForward);
 
 /// The parts of all ranks, one after the other along the sharded dim. In place where nothing but
 /// that dim's size lies before it. Bytes a rank sends: (size - 1) x the largest part.
 at::Tensor exchange_gather(const at::Tensor& part, const Axis& axis, const Shard& shard,
-                           const std::string& where);
+                           const std::string& where, Direction direction = Direction::kForward);
 
 /// Of the sum over ranks this rank's part. Bytes a rank sends: (size - 1) x the largest part, in
 /// the reduce dtype.
 at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const Shard& shard,
-                                   SumDtype result, const std::string& where);
+                                   SumDtype result, const std::string& where,
+                                   Direction direction = Direction::kForward);
 
 /// How many rows of dim 0 go to each rank and come from each.
 struct Splits {
@@ -44,7 +47,7 @@ struct Splits {
 class RowsUnderWay {
  public:
   RowsUnderWay(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-               const std::string& where);
+               const std::string& where, Direction direction);
   ~RowsUnderWay();
   RowsUnderWay(const RowsUnderWay&) = delete;
   RowsUnderWay& operator=(const RowsUnderWay&) = delete;
@@ -61,6 +64,6 @@ class RowsUnderWay {
 };
 /// Both at once. Bytes a rank sends: its rows but those for itself.
 at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                         const std::string& where);
+                         const std::string& where, Direction direction = Direction::kForward);
 
 }  // namespace tessera::parallel

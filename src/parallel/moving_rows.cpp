@@ -26,7 +26,7 @@ struct AllToAll : Transition {
     return exchange_rows(rows, axis, splits, where);
   }
   at::Tensor backward(const at::Tensor& grad) const override {
-    return exchange_rows(grad, axis, splits.swapped(), where + " backward");
+    return exchange_rows(grad, axis, splits.swapped(), where, Direction::kBackward);
   }
   TransitionForm form() const override { return {.splits = splits}; }
 
@@ -40,9 +40,8 @@ class UnderWay : public torch::CustomClassHolder {
 
   at::Tensor begin(Direction direction, const at::Tensor& given) {
     const bool is_forward = direction == Direction::kForward;
-    rows_ = std::make_unique<RowsUnderWay>(given, of_->axis,
-                                           is_forward ? of_->splits : of_->splits.swapped(),
-                                           is_forward ? of_->where : of_->where + " backward");
+    rows_ = std::make_unique<RowsUnderWay>(
+        given, of_->axis, is_forward ? of_->splits : of_->splits.swapped(), of_->where, direction);
     given_ = given;
     return rows_->arriving();
   }

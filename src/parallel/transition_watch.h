@@ -7,11 +7,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "parallel/axis.h"
+
 namespace tessera::parallel {
 
 class Transition;
-
-enum class Direction : std::uint8_t { kForward, kBackward };
 
 class TransitionWatch {
  public:

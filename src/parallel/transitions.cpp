@@ -17,7 +17,7 @@ struct AllReduce : Transition {
   }
   at::Tensor backward(const at::Tensor& grad) const override {
     if (to == To::kInvariant) return grad.to(input);
-    return exchange_sum(grad, axis, input, where + " backward");
+    return exchange_sum(grad, axis, input, where, Direction::kBackward);
   }
   TransitionForm form() const override { return {.is_invariant = to == To::kInvariant}; }
 
@@ -32,7 +32,7 @@ struct Copy : Transition {
 
   at::Tensor forward(const at::Tensor& x) const override { return x; }
   at::Tensor backward(const at::Tensor& grad) const override {
-    return exchange_sum(grad, axis, std::nullopt, where + " backward");
+    return exchange_sum(grad, axis, std::nullopt, where, Direction::kBackward);
   }
   TransitionForm form() const override { return {.is_invariant = true}; }
 };
@@ -47,7 +47,7 @@ struct AllGather : Transition {
   }
   at::Tensor backward(const at::Tensor& grad) const override {
     if (to == To::kInvariant) return own_part(grad, axis, shard.dim);
-    return exchange_reduce_scatter(grad, axis, shard, std::nullopt, where + " backward");
+    return exchange_reduce_scatter(grad, axis, shard, std::nullopt, where, Direction::kBackward);
   }
   TransitionForm form() const override {
     return {.dim = shard.dim, .total = shard.total, .is_invariant = to == To::kInvariant};
@@ -70,7 +70,7 @@ struct ReduceScatter : Transition {
     return exchange_reduce_scatter(x, axis, shard, result, where);
   }
   at::Tensor backward(const at::Tensor& grad) const override {
-    return exchange_gather(grad.to(input), axis, shard, where + " backward");
+    return exchange_gather(grad.to(input), axis, shard, where, Direction::kBackward);
   }
   TransitionForm form() const override { return {.dim = shard.dim, .total = shard.total}; }
 
@@ -87,7 +87,7 @@ struct Slice : Transition {
   at::Tensor forward(const at::Tensor& x) const override { return own_part(x, axis, shard.dim); }
   at::Tensor backward(const at::Tensor& grad) const override {
     if (from == From::kReplicate) return in_zeros(grad, axis, shard.dim, *shard.total);
-    return exchange_gather(grad, axis, shard, where + " backward");
+    return exchange_gather(grad, axis, shard, where, Direction::kBackward);
   }
   TransitionForm form() const override {
     return {.dim = shard.dim, .total = shard.total, .is_invariant = from == From::kInvariant};

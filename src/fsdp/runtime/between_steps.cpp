@@ -328,6 +328,7 @@ void Runtime::give_up(const OpenStep& step) {
 
 void Runtime::end_scope() {
   if (step_ == nullptr) return;
+  UnitHere::leave_step();
   sink_.set_store(nullptr);
   forwards_.forget_steps();
   step_.reset();

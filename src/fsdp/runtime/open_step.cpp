@@ -277,7 +277,7 @@ void OpenStep::use_units(int stage, const std::vector<Trace>& parts) {
 void OpenStep::begin_forward(int stage, std::int64_t micro_batch) {
   require_open("StepScope::begin_forward");
   end_action();
-  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
+  UnitHere::enter(stage, static_cast<std::uint32_t>(micro_batch));
   start_forward(stage, micro_batch);
 }
 
@@ -324,7 +324,7 @@ void OpenStep::require_not_reduced(int stage, std::int64_t micro_batch, const ch
 void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward backward) {
   require_open("StepScope::begin_backward");
   end_action();
-  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
+  UnitHere::enter(stage, static_cast<std::uint32_t>(micro_batch));
   start_backward(stage, micro_batch, backward);
 }
 

@@ -50,11 +50,11 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
   forward_.pass.beside = &backward_.pass;
   backward_.pass.beside = &forward_.pass;
   // What ends one pass ends the step, before the other one is told to leave.
-  const auto ending_all = [this](std::int64_t micro_batch, const std::function<void()>& run) {
-    return [this, micro_batch, &run] {
-      UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
+  const auto ending_all = [this](const auto& pass) {
+    return [this, &pass] {
+      UnitHere::enter(pass.stage, static_cast<std::uint32_t>(pass.micro_batch));
       try {
-        run();
+        pass.run();
       } catch (const comm::Turns::Ended&) {
         throw;
       } catch (const std::exception& error) {
@@ -63,8 +63,7 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
       }
     };
   };
-  const auto turns = runtime_.turns().run(ending_all(forward.micro_batch, forward.run),
-                                          ending_all(backward.micro_batch, backward.run));
+  const auto turns = runtime_.turns().run(ending_all(forward), ending_all(backward));
   forward_.pass.beside = backward_.pass.beside = nullptr;
   const auto& expected = turns_.stages;
   require_turns(forward_in_words, turns.first,
