@@ -138,7 +138,7 @@ void compile_passes(const GradientsRequest& request, const ModelSource& source,
                     const BatchSource& batch, const ShardedBase& model, World& world) {
   const auto& config = request.config;
   if (config.compile.mode == CompileChoice::kOff) return;
-  if (dims.pp > 1) return capture::replay_regions(model);  // the plan is the schedule's
+  if (has_schedule(config)) return capture::replay_regions(model);  // the plan is the schedule's
   // The first data rank has most rows; a plan is the same on all.
   const auto pieces = pieces_of_batch(config, batch.rows_in_step(), dims, 0);
   auto of_batch = config;

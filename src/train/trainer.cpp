@@ -366,7 +366,7 @@ class Trainer {
   /// What stays the same of a plan before the model is there; the run's ranks, rows and memory.
   CompileOptions options_of_plan(const ModelContract& contract) {
     // The steps of a pipeline have the plan of its schedule.
-    if (config_.compile.mode == CompileChoice::kOff || dims_.pp > 1) return {};
+    if (config_.compile.mode == CompileChoice::kOff || has_schedule(config_)) return {};
     const auto of_rank = Rows(config_, *data_, mesh_).ranges().size();
     return planned_options(config_, source_, dims_, contract, static_cast<std::int64_t>(of_rank),
                            world_);

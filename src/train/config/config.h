@@ -153,7 +153,8 @@ struct PipelineConfig {
   std::int64_t micro_batches = -1;     ///< -1 = as many as the batch sizes make
   std::optional<int> stages_per_rank;  ///< none = the schedule's
   std::vector<std::int64_t> split;     ///< first layers of the stages; empty = by cost
-  PipelineReshard reshard = PipelineReshard::kStep;
+  /// none = step; of one rank micro_batch, so that reshard_after_forward says it
+  std::optional<PipelineReshard> reshard;
   bool operator==(const PipelineConfig&) const = default;
 };
 

@@ -231,7 +231,8 @@ void add_layout(std::vector<ConfigKey>& keys) {
       .key("reshard", &S::reshard,
            {"",
             "How often a stage is gathered: once a step, or for each micro_batch (less memory, "
-            "more traffic)."});
+            "more traffic).",
+            "step; of one rank as reshard_after_forward says"});
 }
 
 void add_plan(std::vector<ConfigKey>& keys) {

@@ -48,15 +48,18 @@ void check_compile(const Config& config, Verb verb) {
   const CompileConfig& section = config.compile;
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
-  const int stages = config.parallelism.pipeline_parallel_degree;
   const bool only_replays = section.mode == CompileChoice::kReplay && section.form == 3 &&
                             !section.memory_budget && !section.passes && section.plan.empty();
-  TESSERA_CHECK(stages == 1 || only_replays, ErrorKind::kConfig, "compile.mode: found ",
+  const int stages = config.parallelism.pipeline_parallel_degree;
+  TESSERA_CHECK(!has_schedule(config) || only_replays, ErrorKind::kConfig, "compile.mode: found ",
                 section.mode == CompileChoice::kPlan ? "plan" : "replay with a plan of its own",
-                " with pipeline_parallel_degree ", stages,
+                " with ",
+                stages > 1 ? concat("pipeline_parallel_degree ", stages)
+                           : concat("pipeline.schedule ", config.pipeline.schedule),
                 ", expected off, or replay without form, memory_budget, passes and plan: the steps "
                 "of a pipeline have the plan of its schedule; set compile.mode = \"off\" and "
-                "pipeline.reshard, or pipeline_parallel_degree = 1");
+                "pipeline.reshard, or ",
+                stages > 1 ? "pipeline_parallel_degree = 1" : "leave pipeline.schedule out");
   if (section.memory_budget && verb != Verb::kGradients) {  // which has its batch's
     require_seq_len(config.training,
                     "; compile.memory_budget needs it to count activations, also beside data that "
@@ -343,6 +346,12 @@ BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {
 std::int64_t rows_in_step(const TrainingConfig& training, const ParallelDims& dims) {
   const std::int64_t asked = training.global_batch_size;
   return asked > 0 ? asked : training.local_batch_size.value_or(1) * dims.data_ranks();
+}
+
+bool has_schedule(const Config& config) {
+  if (config.parallelism.pipeline_parallel_degree > 1) return true;
+  return config.pipeline.schedule_file.empty() &&
+         pipeline::find_kind(config.pipeline.schedule) == pipeline::Kind::kPairedOneFOneB;
 }
 
 std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t rows_in_step,

@@ -89,6 +89,9 @@ BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks);
 /// As many rows as a step has; where the data says it, as many as training says for a rank.
 std::int64_t rows_in_step(const TrainingConfig& training, const ParallelDims& dims);
 
+/// Whether steps follow a schedule of micro-batches: that of a pipeline, or Paired1F1B of one rank.
+bool has_schedule(const Config& config);
+
 /// How many micro-batches a step of `rows_in_step` rows has on every data rank. In training and for a
 /// contract local_batch_size says it, and pipeline.micro_batches may only say the same; for
 /// `gradients` pipeline.micro_batches counts, and -1 is pieces of local_batch_size. Errors: kConfig

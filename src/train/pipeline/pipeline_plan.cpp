@@ -150,7 +150,7 @@ std::optional<PipelinePlan> resolve_pipeline(const Config& config, const Paralle
                                              const models::ModelSpec& spec,
                                              const models::ModelDescription& model,
                                              const PipelineBatch& batch) {
-  if (dims.pp == 1) return std::nullopt;
+  if (!has_schedule(config)) return std::nullopt;
   const PipelineConfig& asked = config.pipeline;
   NamedSchedule found = asked.schedule_file.empty()
                             ? schedule_of_kind(asked, dims.pp, batch.micro_batches)
@@ -170,7 +170,8 @@ std::optional<PipelinePlan> resolve_pipeline(const Config& config, const Paralle
   }
   plan.split = split_of(asked.split, costs, plan.schedule);
   plan.costs = stage_costs(plan.split, costs);
-  plan.reshard = asked.reshard;
+  plan.reshard = asked.reshard.value_or(dims.pp == 1 ? PipelineReshard::kMicroBatch
+                                                     : PipelineReshard::kStep);
   plan.remarks = std::move(found.remarks);
   return plan;
 }

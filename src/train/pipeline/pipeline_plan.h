@@ -50,7 +50,7 @@ struct PipelineBatch {
   std::int64_t row_tokens = 0;
 };
 
-/// None where pipeline_parallel_degree is 1. Reads schedule_file. Errors: kConfig naming the key,
+/// None without has_schedule(config). Reads schedule_file. Errors: kConfig naming the key,
 /// with the numbers: too few layers or micro-batches, a split or stages_per_rank that does not fit,
 /// a file that does not validate or is for others; kIo, kFormat for one that cannot be read.
 std::optional<PipelinePlan> resolve_pipeline(const Config& config, const ParallelDims& dims,
