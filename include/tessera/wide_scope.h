@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-/// While alive, operations of this thread may give any dtype: their layer casts its result back.
+/// While alive, operations of this pass may give any dtype: their layer casts its result back.
 class WideScope {
  public:
   WideScope();
@@ -14,7 +14,7 @@ class WideScope {
   WideScope(const WideScope&) = delete;
   WideScope& operator=(const WideScope&) = delete;
 
-  /// Whether this thread is inside one.
+  /// Whether this pass is inside one.
   static bool is_open();
 };
 

@@ -1,60 +1,74 @@
 // What a rank is in the midst of, for whoever has to say why it failed and knows only its own part:
 // a unit whose forward an exception leaves cannot know of the slot of a schedule that it ran in.
 //
-// It belongs to a thread, as a rank does. Nothing is put into words before somebody asks. Pure.
+// It belongs to a pass (pass_local.h). Nothing is put into words before somebody asks. Pure.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "base/pass_local.h"
+
 namespace tessera {
 
-/// While it lives, the thread's rank is doing what `words` says. The innermost one counts.
+/// While it lives, the rank's pass is doing what `words` says. The innermost one counts.
 class DoingHere {
  public:
   explicit DoingHere(std::function<std::string()> words)
-      : words_(std::move(words)), before_(std::exchange(current_, this)) {}
-  ~DoingHere() { current_ = before_; }
+      : words_(std::move(words)), before_(std::exchange(Here::here(), this)) {}
+  ~DoingHere() { Here::here() = before_; }
   DoingHere(const DoingHere&) = delete;
   DoingHere& operator=(const DoingHere&) = delete;
 
   /// ", in WORDS"; "" where nothing is said.
   static std::string in_words() {
-    return current_ == nullptr ? std::string() : ", in " + current_->words_();
+    const DoingHere* const here = Here::here();
+    return here == nullptr ? std::string() : ", in " + here->words_();
   }
 
  private:
-  static inline constinit thread_local const DoingHere* current_ = nullptr;
+  using Here = base::PassLocal<base::PassValue::kDoing, const DoingHere*>;
 
   const std::function<std::string()> words_;
   const DoingHere* const before_;
 };
 
-/// The unit, the stage and the micro-batch whose forward or backward this thread is in: the
-/// collectives of a module know nothing of them. A copy of the name, as models end before their
-/// threads do.
+/// The unit, the stage and the micro-batch whose forward or backward this pass is in: the
+/// collectives of a module know nothing of them. Names are the thread's own, as models end before
+/// their threads do.
 class UnitHere {
  public:
   static constexpr int kNoStage = -1;
 
-  static void enter(std::string_view unit) { unit_ = unit; }
+  static void enter(std::string_view unit) {
+    const auto known = names_.find(unit);
+    Name::here() = &*(known != names_.end() ? known : names_.emplace(unit).first);
+  }
   /// By a step scope, which leaves them when it is over: labels of activations have both.
   static void enter(int stage, std::uint32_t micro_batch) {
-    stage_ = stage;
-    micro_batch_ = micro_batch;
+    StageFromOne::here() = stage + 1;
+    MicroBatch::here() = micro_batch;
   }
   static void leave_step() { enter(kNoStage, 0); }
-  static const std::string& unit() { return unit_; }  ///< "": none
-  static int stage() { return stage_; }               ///< of this rank; kNoStage: in no step scope
-  static std::uint32_t micro_batch() { return micro_batch_; }
+  /// "": none.
+  static std::string_view unit() {
+    const std::string* const name = Name::here();
+    return name != nullptr ? std::string_view(*name) : std::string_view();
+  }
+  /// Among those of this rank; kNoStage: in no step scope.
+  static int stage() { return StageFromOne::here() - 1; }
+  static std::uint32_t micro_batch() { return MicroBatch::here(); }
 
  private:
-  static inline thread_local std::string unit_;
-  static inline constinit thread_local int stage_ = kNoStage;
-  static inline constinit thread_local std::uint32_t micro_batch_ = 0;
+  using Name = base::PassLocal<base::PassValue::kUnit, const std::string*>;
+  using StageFromOne = base::PassLocal<base::PassValue::kStage, int>;  // 0: none
+  using MicroBatch = base::PassLocal<base::PassValue::kMicroBatch, std::uint32_t>;
+
+  static inline thread_local std::set<std::string, std::less<>> names_;
 };
 
 }  // namespace tessera

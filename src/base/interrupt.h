@@ -11,6 +11,7 @@
 
 #include <chrono>
 
+#include "base/pass_local.h"
 #include "tessera/interrupt.h"
 
 namespace tessera::base {
@@ -18,18 +19,18 @@ namespace tessera::base {
 /// Time between two questions of one wait, and before the first.
 inline constexpr std::chrono::milliseconds kAsksEvery{100};
 
-/// While it lives, this thread does not ask.
+/// While it lives, this pass of the thread does not ask.
 class NoInterrupts {
  public:
-  NoInterrupts() { ++depth; }
-  ~NoInterrupts() { --depth; }
+  NoInterrupts() { ++Depth::here(); }
+  ~NoInterrupts() { --Depth::here(); }
   NoInterrupts(const NoInterrupts&) = delete;
   NoInterrupts& operator=(const NoInterrupts&) = delete;
 
-  static bool in_this_thread() { return depth > 0; }
+  static bool in_this_thread() { return Depth::here() > 0; }
 
  private:
-  static inline constinit thread_local int depth = 0;
+  using Depth = PassLocal<PassValue::kNoInterrupts, int>;
 };
 
 /// Whether a check is set, and this thread may ask it.

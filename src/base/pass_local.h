@@ -24,6 +24,7 @@ enum class PassValue : std::uint8_t {
   kSamplePlace,      ///< base/random.cpp
   kDoing,            ///< base/doing.h
   kUnit,             ///< base/doing.h
+  kStage,            ///< base/doing.h
   kMicroBatch,       ///< base/doing.h
   kNoInterrupts,     ///< base/interrupt.h
   kNoTurns,          ///< NoTurns

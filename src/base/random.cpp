@@ -140,16 +140,18 @@ std::int64_t Permutation::operator()(std::int64_t index) const {
 
 namespace {
 
-// A thread is a rank, so this is per rank.
-thread_local std::optional<SamplePlace> t_place;
+using PlaceHere = base::PassLocal<base::PassValue::kSamplePlace, const std::optional<SamplePlace>*>;
 
 }  // namespace
 
-std::optional<SamplePlace> sample_place() { return t_place; }
+std::optional<SamplePlace> sample_place() {
+  const auto* const place = PlaceHere::here();
+  return place != nullptr ? *place : std::nullopt;
+}
 
 SampleScope::SampleScope(std::optional<SamplePlace> place)
-    : outer_(std::exchange(t_place, place)) {}
+    : place_(place), outer_(std::exchange(PlaceHere::here(), &place_)) {}
 
-SampleScope::~SampleScope() { t_place = outer_; }
+SampleScope::~SampleScope() { PlaceHere::here() = outer_; }
 
 }  // namespace tessera

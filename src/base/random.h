@@ -64,7 +64,7 @@ struct SamplePlace {
   bool operator==(const SamplePlace&) const = default;
 };
 
-/// Of this thread.
+/// The innermost scope's in this pass.
 std::optional<SamplePlace> sample_place();
 
 /// Sets it while it lives; scopes nest.
@@ -76,7 +76,8 @@ class SampleScope {
   SampleScope& operator=(const SampleScope&) = delete;
 
  private:
-  std::optional<SamplePlace> outer_;
+  const std::optional<SamplePlace> place_;
+  const std::optional<SamplePlace>* outer_;
 };
 
 }  // namespace tessera

@@ -1,15 +1,16 @@
 #include "tessera/wide_scope.h"
 
+#include "base/pass_local.h"
+
 namespace tessera {
 namespace {
 
-// A thread is a rank.
-thread_local int t_wide = 0;
+using WideHere = base::PassLocal<base::PassValue::kWideScopes, int>;
 
 }  // namespace
 
-WideScope::WideScope() { ++t_wide; }
-WideScope::~WideScope() { --t_wide; }
-bool WideScope::is_open() { return t_wide > 0; }
+WideScope::WideScope() { ++WideHere::here(); }
+WideScope::~WideScope() { --WideHere::here(); }
+bool WideScope::is_open() { return WideHere::here() > 0; }
 
 }  // namespace tessera

@@ -4,7 +4,6 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +12,7 @@
 #include "base/hash.h"
 #include "base/interrupt.h"
 #include "base/text/printable.h"
+#include "base/threads/backward_pass.h"
 #include "base/trace.h"
 #include "launch/abort_flag.h"
 #include "tessera/error.h"
@@ -45,7 +45,7 @@ std::string_view to_string(ActivationPass pass) {
 }
 
 void note_pass(Label& label) {
-  if (torch::autograd::get_current_graph_task_id() >= 0) label.pass = Pass::kBackward;
+  if (base::in_backward_pass()) label.pass = Pass::kBackward;
 }
 
 std::unique_ptr<Work> Group::issue_on_stream(Batch batch, const std::function<void()>& ready) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
@@ -175,6 +176,7 @@ void Turns::Stacks::call(const std::function<void()>& body) {
 }
 
 void Turns::Stacks::resume(Side& other) {
+  RECORD_USER_SCOPE("tessera::turn");  // a profile learns where the one's time ends
   Side& mine = *running_;
   const ThreadState state(device_);
   mine.graph_task = base::graph_task_of_pass();

@@ -10,13 +10,14 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/pass_local.h"
 #include "dry/memory_count.h"
 #include "tessera/error.h"
 
 namespace tessera::dry {
 namespace {
 
-thread_local bool t_fake = false;
+using FakeHere = base::PassLocal<base::PassValue::kFakeMemory, bool>;
 
 /// Tells which addresses are taken, of a range that no process has: it begins at 2^54, and the kernel
 /// maps nothing beyond 2^47 unless it is asked to.
@@ -76,7 +77,8 @@ class Allocator final : public c10::Allocator {
   explicit Allocator(c10::Allocator& real) : real_(real) { s_real = &real; }
 
   c10::DataPtr allocate(std::size_t size) override {
-    void* const data = t_fake && size > 0 ? addresses().take(size) : real_.raw_allocate(size);
+    void* const data =
+        FakeHere::here() && size > 0 ? addresses().take(size) : real_.raw_allocate(size);
     note_taken(data, size);
     return {data, data, &give_back, c10::Device(c10::kCPU)};
   }
@@ -104,8 +106,9 @@ bool is_fake(const at::Tensor& tensor) {
          addresses().has(tensor.storage().unsafeGetStorageImpl()->data_ptr().get());
 }
 
-FakeMemoryScope::FakeMemoryScope(bool is_fake) : outer_(std::exchange(t_fake, t_fake || is_fake)) {}
-FakeMemoryScope::~FakeMemoryScope() { t_fake = outer_; }
+FakeMemoryScope::FakeMemoryScope(bool is_fake)
+    : outer_(std::exchange(FakeHere::here(), FakeHere::here() || is_fake)) {}
+FakeMemoryScope::~FakeMemoryScope() { FakeHere::here() = outer_; }
 
 void install_allocator() {
   static const bool installed = [] {

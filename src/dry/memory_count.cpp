@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/mutex.h"
+#include "base/pass_local.h"
 
 namespace tessera::dry {
 
@@ -19,11 +20,11 @@ struct MemoryCount::State {
 namespace {
 
 thread_local std::shared_ptr<MemoryCount::State> t_count;
-thread_local Counts t_counts = Counts::kBytes;
+using CountsHere = base::PassLocal<base::PassValue::kMemoryCounts, Counts>;
 
 std::int64_t counted_bytes(std::size_t size) {
   constexpr std::size_t kPiece = 512;
-  const bool in_pieces = t_counts == Counts::kDevice;
+  const bool in_pieces = CountsHere::here() == Counts::kDevice;
   return static_cast<std::int64_t>(in_pieces ? (size + kPiece - 1) / kPiece * kPiece : size);
 }
 
@@ -58,11 +59,11 @@ std::int64_t MemoryCount::now() const { return state_->bytes; }
 std::int64_t MemoryCount::peak() const { return state_->peak; }
 void MemoryCount::begin_peak() { state_->peak = state_->bytes; }
 void MemoryCount::watch(std::function<void()> at_each) { state_->at_each = std::move(at_each); }
-CountScope::CountScope(Counts counts) : outer_(std::exchange(t_counts, counts)) {}
-CountScope::~CountScope() { t_counts = outer_; }
+CountScope::CountScope(Counts counts) : outer_(std::exchange(CountsHere::here(), counts)) {}
+CountScope::~CountScope() { CountsHere::here() = outer_; }
 
 void note_taken(void* data, std::size_t size) {
-  if (!t_count || data == nullptr || t_counts == Counts::kNothing) return;
+  if (!t_count || data == nullptr || CountsHere::here() == Counts::kNothing) return;
   const std::int64_t bytes = counted_bytes(size);
   {
     const base::Lock lock(blocks().mutex);

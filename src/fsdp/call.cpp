@@ -24,7 +24,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -35,6 +34,8 @@
 #include <vector>
 
 #include "base/interrupt.h"
+#include "base/pass_local.h"
+#include "base/threads/backward_pass.h"
 #include "comm/torch_compat.h"
 #include "fsdp/call_watch.h"
 #include "fsdp/dtype_observer.h"
@@ -49,12 +50,13 @@
 namespace tessera::fsdp {
 namespace {
 
-constinit thread_local CallWatch* call_watch_here = nullptr;
+using WatchHere = base::PassLocal<base::PassValue::kCallWatch, CallWatch*>;
 
 }  // namespace
 
-CallWatchScope::CallWatchScope(CallWatch& watch) : outer_(std::exchange(call_watch_here, &watch)) {}
-CallWatchScope::~CallWatchScope() { call_watch_here = outer_; }
+CallWatchScope::CallWatchScope(CallWatch& watch)
+    : outer_(std::exchange(WatchHere::here(), &watch)) {}
+CallWatchScope::~CallWatchScope() { WatchHere::here() = outer_; }
 
 /// Tensors that crossed a border, and their version counters then.
 class Crossed {
@@ -365,7 +367,7 @@ ShardedBase::Call::Call(ShardedBase& handle, CallKind kind)
 }
 
 ShardedBase::CallKind ShardedBase::Call::kind_here() {
-  const bool is_in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  const bool is_in_backward = base::in_backward_pass();
   return is_in_backward && fsdp::recomputing() == nullptr ? CallKind::kRecomputed
                                                           : CallKind::kForward;
 }
@@ -436,8 +438,8 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
     watch->enter(unit, inputs);
     watched_ = true;
   }
-  if (entry_ && !again && fsdp::call_watch_here != nullptr) {
-    fsdp::call_watch_here->entered(unit.shown_name(), inputs);
+  if (entry_ && !again && fsdp::WatchHere::here() != nullptr) {
+    fsdp::WatchHere::here()->entered(unit.shown_name(), inputs);
   }
 }
 
@@ -464,8 +466,8 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs,
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
     fsdp::mark_outputs({outputs, wrappers, base_wrappers}, *inputs_, entry_);
   }
-  if (entry_ && fsdp::recomputing() == nullptr && fsdp::call_watch_here != nullptr) {
-    fsdp::call_watch_here->left(handle_.unit_->shown_name(), outputs);
+  if (entry_ && fsdp::recomputing() == nullptr && fsdp::WatchHere::here() != nullptr) {
+    fsdp::WatchHere::here()->left(handle_.unit_->shown_name(), outputs);
   }
   repeats ? runtime.leave_repeated(*handle_.unit_) : runtime.leave_forward(*handle_.unit_);
   left_ = true;

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/pass_local.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/dtype_watch.h"
 
@@ -57,11 +59,18 @@ class DtypeWatch::Observer {
     std::string unit;
     std::optional<at::ScalarType> activation;
   };
+  /// What is under way in a pass of the rank.
+  struct Pass {
+    int depth = 0;  // operations call operations: what counts is the one that the module called
+    std::vector<Frame> frames;
+    std::vector<Input> inputs;  // of that operation
+  };
   struct Named {
     std::int64_t end;
     std::string name;
   };
 
+  Pass& here() { return passes_[base::pass_here()]; }
   void name_tensors(const fsdp::Unit& unit);
   void add_input(const at::Tensor& tensor);
   Origin origin_of(const at::Tensor& tensor) const;
@@ -71,9 +80,7 @@ class DtypeWatch::Observer {
 
   std::shared_ptr<fsdp::Runtime> runtime_;  // the address is no other's while this looks
   at::CallbackHandle callback_ = 0;
-  int depth_ = 0;  // operations call operations: what counts is the one that the module called
-  std::vector<Frame> frames_;
-  std::vector<Input> inputs_;
+  std::array<Pass, base::kPasses> passes_;
   /// By storage and first element: several parameters lie in one storage.
   std::map<std::pair<const void*, std::int64_t>, Named> named_;
   /// Weak references: a tensor that is gone leaves its address to no other while one is held.

@@ -74,7 +74,8 @@ void Observer::name_tensors(const fsdp::Unit& unit) {
 }
 
 void Observer::enter(const fsdp::Unit& unit, const std::vector<at::Tensor*>& inputs) {
-  Frame frame{unit.shown_name(), frames_.empty() ? std::nullopt : frames_.back().activation};
+  const auto& outer = here().frames;
+  Frame frame{unit.shown_name(), outer.empty() ? std::nullopt : outer.back().activation};
   if (unit.contract.activation) frame.activation = to_scalar_type(*unit.contract.activation);
   for (std::size_t i = 0; i < inputs.size() && frame.activation; ++i) {
     const auto& tensor = *inputs[i];
@@ -82,11 +83,11 @@ void Observer::enter(const fsdp::Unit& unit, const std::vector<at::Tensor*>& inp
     if (tensor.scalar_type() == *frame.activation) continue;
     remember(tensor, {concat("input ", i, " of unit ", frame.unit), Origin::Kind::kInput});
   }
-  frames_.push_back(std::move(frame));
+  here().frames.push_back(std::move(frame));
 }
 
 void Observer::leave() {
-  if (!frames_.empty()) frames_.pop_back();
+  if (auto& frames = here().frames; !frames.empty()) frames.pop_back();
 }
 
 Observer::Origin Observer::origin_of(const at::Tensor& tensor) const {
@@ -105,44 +106,44 @@ Observer::Origin Observer::origin_of(const at::Tensor& tensor) const {
 
 void Observer::add_input(const at::Tensor& tensor) {
   if (!tensor.is_floating_point()) return;
-  const bool clean = tensor.scalar_type() == *frames_.back().activation;
-  inputs_.push_back({tensor.has_storage()
-                         ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
-                         : nullptr,
-                     tensor.scalar_type(), tensor.dim() > 0, clean ? Origin{} : origin_of(tensor)});
+  const bool clean = tensor.scalar_type() == *here().frames.back().activation;
+  here().inputs.push_back(
+      {tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
+                            : nullptr,
+       tensor.scalar_type(), tensor.dim() > 0, clean ? Origin{} : origin_of(tensor)});
 }
 
 void Observer::begin_operation(const at::RecordFunction& operation) {
-  if (depth_++ > 0 || frames_.empty() || !frames_.back().activation) return;
-  inputs_.clear();
+  if (here().depth++ > 0 || here().frames.empty() || !here().frames.back().activation) return;
+  here().inputs.clear();
   for (const auto& value : operation.inputs()) {
     for_tensors(value, [&](const at::Tensor& tensor) { add_input(tensor); });
   }
 }
 
 void Observer::end_operation(const at::RecordFunction& operation) {
-  if (--depth_ > 0 || frames_.empty() || !frames_.back().activation) return;
+  if (--here().depth > 0 || here().frames.empty() || !here().frames.back().activation) return;
   for (const auto& value : operation.outputs()) {
     for_tensors(value, [&](const at::Tensor& tensor) { look_at(tensor, operation.name()); });
   }
 }
 
 void Observer::look_at(const at::Tensor& output, const char* op) {
-  const auto activation = *frames_.back().activation;
+  const auto activation = *here().frames.back().activation;
   const auto dtype = output.scalar_type();
   if (!output.is_floating_point() || dtype == activation) return;
   const auto* storage = output.has_storage()
                             ? output.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
                             : nullptr;
   // A view, or the tensor itself: nothing new.
-  for (const auto& input : inputs_) {
+  for (const auto& input : here().inputs) {
     if (input.dtype == dtype && input.storage == storage && storage != nullptr) {
       return remember(output, input.origin);
     }
   }
   const Input* cause = nullptr;
   bool meets_activations = false;
-  for (const auto& input : inputs_) {
+  for (const auto& input : here().inputs) {
     meets_activations =
         meets_activations || input.dtype == activation || input.origin.kind != Origin::Kind::kTable;
     if (input.dtype != dtype) continue;
@@ -150,8 +151,9 @@ void Observer::look_at(const at::Tensor& output, const char* op) {
     if (cause == nullptr || rank(input) > rank(*cause)) cause = &input;
   }
   if (WideScope::is_open() || !meets_activations) {
-    return remember(output, {concat("a tensor that ", op, " made in unit ", frames_.back().unit),
-                             Origin::Kind::kTable});
+    return remember(output,
+                    {concat("a tensor that ", op, " made in unit ", here().frames.back().unit),
+                     Origin::Kind::kTable});
   }
   const Origin origin = cause != nullptr ? cause->origin : Origin{"the operation itself"};
   report(op, dtype, origin.what);
@@ -165,7 +167,7 @@ void Observer::remember(const at::Tensor& tensor, Origin origin) {
 }
 
 void Observer::report(const char* op, at::ScalarType found, const std::string& cause) {
-  DtypeFinding finding{frames_.back().unit, op, to_dtype(*frames_.back().activation),
+  DtypeFinding finding{here().frames.back().unit, op, to_dtype(*here().frames.back().activation),
                        c10::toString(found), cause};
   const auto same = std::ranges::find_if(findings_, [&](const DtypeFinding& each) {
     finding.count = each.count;

@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
+#include "base/pass_local.h"
 #include "base/random.h"
 #include "comm/device.h"
 #include "fsdp/runtime/recompute_scopes.h"
@@ -168,25 +169,26 @@ AutocastScope::~AutocastScope() {
   at::autocast::set_autocast_cache_enabled(cached_before_);
 }
 
-// A thread is a rank, so this is per rank.
-thread_local Recorded* t_first = nullptr;
-thread_local Recorded* t_again = nullptr;
+using FirstHere = base::PassLocal<base::PassValue::kFirstForward, Recorded*>;
+using AgainHere = base::PassLocal<base::PassValue::kRecomputing, Recorded*>;
 thread_local std::uint64_t t_drew = 0;
 
 }  // namespace
 
 FirstForwardScope::FirstForwardScope(Recorded& recorded)
-    : keep_(recorded, grad::CheckpointRun::kFirst), outer_(std::exchange(t_first, &recorded)) {}
-FirstForwardScope::~FirstForwardScope() { t_first = outer_; }
+    : keep_(recorded, grad::CheckpointRun::kFirst),
+      outer_(std::exchange(FirstHere::here(), &recorded)) {}
+FirstForwardScope::~FirstForwardScope() { FirstHere::here() = outer_; }
 RecomputeScope::RecomputeScope(Recorded& recorded)
-    : keep_(recorded, grad::CheckpointRun::kAgain), outer_(std::exchange(t_again, &recorded)) {
+    : keep_(recorded, grad::CheckpointRun::kAgain),
+      outer_(std::exchange(AgainHere::here(), &recorded)) {
   recorded.next = 0;
 }
-RecomputeScope::~RecomputeScope() { t_again = outer_; }
+RecomputeScope::~RecomputeScope() { AgainHere::here() = outer_; }
 void note_draw() { ++t_drew; }
 std::uint64_t checkpoints_that_drew() { return t_drew; }
-Recorded* first_forward() { return t_first; }
-Recorded* recomputing() { return t_again; }
+Recorded* first_forward() { return FirstHere::here(); }
+Recorded* recomputing() { return AgainHere::here(); }
 
 }  // namespace fsdp
 

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "base/pass_local.h"
 #include "grad/keep.h"
 #include "grad/region.h"
 #include "tessera/error.h"
@@ -12,12 +13,10 @@ namespace tessera {
 namespace grad {
 namespace {
 
-// A thread is a rank, so this is per rank.
-thread_local KeptResults* t_first = nullptr;
-thread_local KeptResults* t_again = nullptr;
-
 KeptResults*& open_results(CheckpointRun run) {
-  return run == CheckpointRun::kFirst ? t_first : t_again;
+  return run == CheckpointRun::kFirst
+             ? base::PassLocal<base::PassValue::kKeptFirst, KeptResults*>::here()
+             : base::PassLocal<base::PassValue::kKeptAgain, KeptResults*>::here();
 }
 
 at::Tensor take_of(KeptResults& results, at::IntArrayRef sizes) {

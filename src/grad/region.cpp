@@ -5,17 +5,20 @@
 namespace tessera::grad {
 namespace {
 
-// A thread is a rank, so these are per rank.
-thread_local std::shared_ptr<Regions> t_regions;
-thread_local Recording* t_recording = nullptr;
+using RegionsHere = base::PassLocal<base::PassValue::kRegions, const std::shared_ptr<Regions>*>;
+using RecordingHere = base::PassLocal<base::PassValue::kRecording, Recording*>;
 
 }  // namespace
 
-const std::shared_ptr<Regions>& regions_here() { return t_regions; }
+const std::shared_ptr<Regions>& regions_here() {
+  static const std::shared_ptr<Regions> none;
+  const auto* const regions = RegionsHere::here();
+  return regions != nullptr ? *regions : none;
+}
 
 RegionsScope::RegionsScope(std::shared_ptr<Regions> regions)
-    : outer_(std::exchange(t_regions, std::move(regions))) {}
-RegionsScope::~RegionsScope() { t_regions = std::move(outer_); }
+    : regions_(std::move(regions)), outer_(std::exchange(RegionsHere::here(), &regions_)) {}
+RegionsScope::~RegionsScope() { RegionsHere::here() = outer_; }
 
 std::vector<at::Tensor> in_region(const std::shared_ptr<Regions>& regions,
                                   const std::shared_ptr<torch::nn::Module>& owner,
@@ -26,10 +29,11 @@ std::vector<at::Tensor> in_region(const std::shared_ptr<Regions>& regions,
   return regions->run(owner, name, inputs, body);
 }
 
-Recording* recording() { return t_recording; }
+Recording* recording() { return RecordingHere::here(); }
 
 RecordingScope::RecordingScope(Recording* recording)
-    : outer_(std::exchange(t_recording, recording)) {}
-RecordingScope::~RecordingScope() { t_recording = outer_; }
+    : outer_(std::exchange(RecordingHere::here(), recording)),
+      no_turns_(recording != nullptr ? "a recording" : nullptr) {}
+RecordingScope::~RecordingScope() { RecordingHere::here() = outer_; }
 
 }  // namespace tessera::grad

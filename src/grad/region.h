@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/pass_local.h"
 #include "grad/keep.h"
 #include "grad/sink.h"
 
@@ -40,7 +41,7 @@ class Regions {
 /// Of the model whose forward runs on this thread; null: bodies are called.
 const std::shared_ptr<Regions>& regions_here();
 
-/// While alive, `regions` are those of the model on this thread.
+/// While alive, `regions` are those of the model in this pass.
 class RegionsScope {
  public:
   explicit RegionsScope(std::shared_ptr<Regions> regions);
@@ -49,7 +50,8 @@ class RegionsScope {
   RegionsScope& operator=(const RegionsScope&) = delete;
 
  private:
-  std::shared_ptr<Regions> outer_;
+  const std::shared_ptr<Regions> regions_;
+  const std::shared_ptr<Regions>* outer_;
 };
 
 /// Body of `owner` in its region `name`, by the `regions` of the forward that it belongs to.
@@ -75,7 +77,7 @@ class Recording {
 /// Null: nobody.
 Recording* recording();
 
-/// While alive, `recording` is told.
+/// While alive, `recording` is told, and passes take no turns: it hears of one.
 class RecordingScope {
  public:
   explicit RecordingScope(Recording* recording);
@@ -85,6 +87,7 @@ class RecordingScope {
 
  private:
   Recording* outer_;
+  const base::NoTurns no_turns_;
 };
 
 /// The same, of the forward that runs here; `owner` is held by a shared pointer, else it is called.

@@ -8,20 +8,24 @@
 #include <optional>
 #include <utility>
 
+#include "base/pass_local.h"
+
 namespace tessera::kernels {
 namespace {
 
-thread_local ResultsScope* t_results = nullptr;
+using ResultsHere = base::PassLocal<base::PassValue::kResults, ResultsScope*>;
 
 }  // namespace
 
 ResultsScope::ResultsScope(at::TensorList given)
-    : given_(given), taken_(given.size(), false), outer_(std::exchange(t_results, this)) {}
-ResultsScope::~ResultsScope() { t_results = outer_; }
+    : given_(given),
+      taken_(given.size(), false),
+      outer_(std::exchange(ResultsHere::here(), this)) {}
+ResultsScope::~ResultsScope() { ResultsHere::here() = outer_; }
 
 at::Tensor result(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  if (t_results != nullptr) {
-    const at::Tensor given = t_results->take(sizes, options);
+  if (auto* const scope = ResultsHere::here()) {
+    const at::Tensor given = scope->take(sizes, options);
     if (given.defined()) return given;
   }
   return at::empty(sizes, options);

@@ -4,15 +4,17 @@
 
 #include <utility>
 
+#include "base/pass_local.h"
+
 namespace tessera::kernels {
 namespace {
 
-thread_local Watcher* t_watcher = nullptr;
+using WatcherHere = base::PassLocal<base::PassValue::kWatcher, Watcher*>;
 
 void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
                  c10::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey);
-  if (t_watcher != nullptr) return t_watcher->run(operation, below, stack);
+  if (auto* const watcher = WatcherHere::here()) return watcher->run(operation, below, stack);
   const c10::impl::ExcludeDispatchKeyGuard once(kWatchKey);
   operation.redispatchBoxed(below, stack);
 }
@@ -31,10 +33,10 @@ c10::DispatchKey registered_key() {
 }  // namespace
 
 WatchScope::WatchScope(Watcher& watcher)
-    : outer_(std::exchange(t_watcher, &watcher)), watched_(registered_key()) {}
+    : outer_(std::exchange(WatcherHere::here(), &watcher)), watched_(registered_key()) {}
 
-WatchScope::~WatchScope() { t_watcher = outer_; }
+WatchScope::~WatchScope() { WatcherHere::here() = outer_; }
 
-Watcher* watcher_of_this_thread() { return t_watcher; }
+Watcher* watcher_of_this_thread() { return WatcherHere::here(); }
 
 }  // namespace tessera::kernels

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/pass_local.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -10,13 +11,13 @@ namespace {
 // Of those who are missing: each costs the store a request, and many ranks ask at once.
 constexpr int kWorksAsked = 16;
 
-thread_local int kept_errors = 0;
+using KeptErrors = base::PassLocal<base::PassValue::kKeptErrors, int>;
 
 }  // namespace
 
-KeepsErrors::KeepsErrors() { ++kept_errors; }
-KeepsErrors::~KeepsErrors() { --kept_errors; }
-bool KeepsErrors::in_this_thread() { return kept_errors > 0; }
+KeepsErrors::KeepsErrors() { ++KeptErrors::here(); }
+KeepsErrors::~KeepsErrors() { --KeptErrors::here(); }
+bool KeepsErrors::in_this_thread() { return KeptErrors::here() > 0; }
 
 void Patience::raise(std::chrono::milliseconds longer, WorkOf work_of) {
   {

@@ -14,6 +14,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/pass_local.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -110,13 +111,13 @@ at::Tensor all_finite(const Ranked& ranked, const at::Tensor& wide, Scoring scor
   return seen.sum().isfinite().to(at::kLong);
 }
 
-thread_local const ChoiceScope* t_choice = nullptr;
+using ChoiceHere = base::PassLocal<base::PassValue::kExpertChoice, const ChoiceScope*>;
 
 }  // namespace
 
 ChoiceScope::ChoiceScope(Choose choose)
-    : choose_(std::move(choose)), outer_(std::exchange(t_choice, this)) {}
-ChoiceScope::~ChoiceScope() { t_choice = outer_; }
+    : choose_(std::move(choose)), outer_(std::exchange(ChoiceHere::here(), this)) {}
+ChoiceScope::~ChoiceScope() { ChoiceHere::here() = outer_; }
 
 Routing route(const at::Tensor& scores, const RouteOptions& options,
               const std::optional<at::Tensor>& imposed) {
@@ -134,7 +135,8 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
     if (imposed->is_cpu()) check_experts(routing.indices, scores.size(1));
   } else {
     const at::Tensor chosen = choose(by.values, options);
-    if (t_choice != nullptr) t_choice->choose_({options.layer, scores.size(1)}, chosen);
+    if (ChoiceHere::here() != nullptr)
+      ChoiceHere::here()->choose_({options.layer, scores.size(1)}, chosen);
     routing.indices = ascending(chosen);
   }
   const at::Tensor chosen = by.values.gather(1, routing.indices);
@@ -172,12 +174,12 @@ void check_finite(const Routing& routing, const at::Tensor& finite) {
 
 namespace {
 
-thread_local ScoreChecks* noted_by = nullptr;
+using ChecksHere = base::PassLocal<base::PassValue::kScoreChecks, ScoreChecks*>;
 
 }  // namespace
 
-ScoreChecks::ScoreChecks() : outer_(std::exchange(noted_by, this)) {}
-ScoreChecks::~ScoreChecks() { noted_by = outer_; }
+ScoreChecks::ScoreChecks() : outer_(std::exchange(ChecksHere::here(), this)) {}
+ScoreChecks::~ScoreChecks() { ChecksHere::here() = outer_; }
 
 at::Tensor NotedScores::flags() const { return flags_.empty() ? at::Tensor() : at::stack(flags_); }
 
@@ -191,9 +193,9 @@ void NotedScores::check(const at::Tensor& flags) const {
 }
 
 void ScoreChecks::note(const Routing& routing, const std::string& layer) {
-  if (noted_by == nullptr || !routing.finite.defined()) return;
-  noted_by->noted_.flags_.push_back(routing.finite);
-  noted_by->noted_.layers_.push_back(layer);
+  if (ChecksHere::here() == nullptr || !routing.finite.defined()) return;
+  ChecksHere::here()->noted_.flags_.push_back(routing.finite);
+  ChecksHere::here()->noted_.layers_.push_back(layer);
 }
 
 at::Tensor count_load(const at::Tensor& indices, std::int64_t experts) {

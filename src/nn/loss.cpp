@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/first_derivative.h"
+#include "base/pass_local.h"
 #include "base/random.h"
 #include "kernels/kernels.h"
 #include "nn/embedding.h"
@@ -27,7 +28,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-thread_local RowLosses* rows_noted_by = nullptr;
+using RowsHere = base::PassLocal<base::PassValue::kRowLosses, RowLosses*>;
 
 /// logits [B, T, V], targets [B, T] -> [B, T]. log_sum: as the kernels give it; some give none.
 at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& targets,
@@ -200,14 +201,15 @@ struct SoftCapFunction : torch::autograd::Function<SoftCapFunction> {
 
 }  // namespace
 
-RowLosses::RowLosses() : outer_(std::exchange(rows_noted_by, this)) {}
-RowLosses::~RowLosses() { rows_noted_by = outer_; }
+RowLosses::RowLosses() : outer_(std::exchange(RowsHere::here(), this)) {}
+RowLosses::~RowLosses() { RowsHere::here() = outer_; }
 
-bool RowLosses::wanted() { return rows_noted_by != nullptr && sample_place().has_value(); }
+bool RowLosses::wanted() { return RowsHere::here() != nullptr && sample_place().has_value(); }
 
 void RowLosses::note(const at::Tensor& losses) {
   const std::vector<std::int64_t> row{1};
-  rows_noted_by->noted_.push_back({sample_place()->first_row, losses.sum(row, false, at::kDouble)});
+  RowsHere::here()->noted_.push_back(
+      {sample_place()->first_row, losses.sum(row, false, at::kDouble)});
 }
 
 at::Tensor next_token_targets(const at::Tensor& labels) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
+#include "base/pass_local.h"
 #include "base/test_hooks.h"
 #include "grad/region.h"
 #include "parallel/transition_watch.h"
@@ -15,7 +16,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constinit thread_local TransitionWatch* watch_here = nullptr;
+using WatchHere = base::PassLocal<base::PassValue::kTransitionWatch, TransitionWatch*>;
 
 at::Tensor seen(const Transition& of, Direction direction, const at::Tensor& given,
                 at::Tensor made) {
@@ -51,12 +52,12 @@ struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
 
 void note_transition(const Transition& of, Direction direction, const at::Tensor& given,
                      const at::Tensor& made) {
-  if (watch_here != nullptr) watch_here->saw(of, direction, given, made);
+  if (auto* const watch = WatchHere::here()) watch->saw(of, direction, given, made);
 }
 
 TransitionWatchScope::TransitionWatchScope(TransitionWatch& watch)
-    : outer_(std::exchange(watch_here, &watch)) {}
-TransitionWatchScope::~TransitionWatchScope() { watch_here = outer_; }
+    : outer_(std::exchange(WatchHere::here(), &watch)) {}
+TransitionWatchScope::~TransitionWatchScope() { WatchHere::here() = outer_; }
 
 at::Tensor apply_transition(const at::Tensor& x, c10::intrusive_ptr<Transition> transition) {
   return TransitionFunction::apply(x, transition);

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include "comm/turns.h"
 #include "sim/streams.h"
 #include "support/test.h"
 
@@ -50,6 +51,28 @@ TEST(Streams, AMissingRecordIsFound) {
 TEST(Streams, AMissingBlockIsFound) {
   EXPECT_THAT(race_with([](const Stream& writer, const Stream&) { Event().record(writer, kSite); }),
               Says("neg"));
+}
+
+TEST(Streams, EachOfTwoPassesThatTakeTurnsHasItsOwnCurrentOne) {
+  const Stream usual = Stream::current(device(0)), side = Stream::make(device(0));
+  comm::Turns turns(device(0));
+  const auto on_side = [&] {
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(Stream::current(device(0)), usual);
+      const StreamScope there(side);
+      comm::Turns::pass();
+      EXPECT_EQ(Stream::current(device(0)), side);
+    }
+  };
+  const auto on_usual = [&] {
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(Stream::current(device(0)), usual);
+      comm::Turns::pass();
+    }
+  };
+  turns.run(on_side, on_usual);
+  turns.run(on_usual, on_side);
+  EXPECT_EQ(Stream::current(device(0)), usual);
 }
 
 // Of CUDA: c10::cuda::getStreamFromPool lends 32 of each priority in turn.

@@ -1,14 +1,16 @@
 #include "base/threads/shapes_only.h"
 
+#include "base/pass_local.h"
+
 namespace tessera::base {
 namespace {
 
-thread_local int t_scopes = 0;
+using ShapesHere = PassLocal<PassValue::kShapesOnly, int>;
 
 }  // namespace
 
-ShapesOnly::ShapesOnly() { ++t_scopes; }
-ShapesOnly::~ShapesOnly() { --t_scopes; }
-bool shapes_only() { return t_scopes > 0; }
+ShapesOnly::ShapesOnly() { ++ShapesHere::here(); }
+ShapesOnly::~ShapesOnly() { --ShapesHere::here(); }
+bool shapes_only() { return ShapesHere::here() > 0; }
 
 }  // namespace tessera::base

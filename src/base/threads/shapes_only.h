@@ -7,7 +7,7 @@
 
 namespace tessera::base {
 
-/// While alive, loops over elements of this thread do nothing.
+/// While alive, loops over elements in this pass do nothing.
 class ShapesOnly {
  public:
   ShapesOnly();

@@ -7,13 +7,13 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <malloc.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "base/log.h"
+#include "base/threads/backward_pass.h"
 #include "capture/replay/apart.h"
 #include "capture/replay/variants.h"
 #include "fsdp/handle.h"
@@ -112,7 +112,7 @@ Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name
 
 void SharedByRegions::forward_ran(const Region& region) {
   // What recomputes is amid layers.
-  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  if (base::in_backward_pass()) return;
   ran_last_ = &region;
   ++ran_;
   if (ends_forward_ == &region && ran_ > 1) blocks->rest(BlockKind::kScratch);

@@ -1,7 +1,6 @@
 #include "fsdp/runtime/runtime.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <sstream>
 
@@ -443,7 +442,7 @@ bool Runtime::enter_repeated(Unit& unit) {
 }
 
 void Runtime::leave_repeated(Unit& unit) {
-  spans_.forward_ends(/*again=*/true);
+  spans_.forward_ends();
   auto& progress = unit.progress_;
   --progress.open_calls;
   // Its backward reads no parameter, so that nothing else gives back what was gathered for this.
@@ -461,7 +460,7 @@ bool Runtime::gives_back(const Unit& unit) const {
 
 void Runtime::leave_forward(Unit& unit) {
   const bool again = recomputing() != nullptr;
-  spans_.forward_ends(again);
+  spans_.forward_ends();
   --unit.progress_.open_calls;
   if (again) --unit.progress_.repeated_calls;
   if (!is_used_beside(unit)) unit.renew_borrowed();

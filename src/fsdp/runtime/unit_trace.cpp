@@ -26,13 +26,6 @@ void UnitTrace::close(std::vector<Open>& list, const void* key) {
   list.erase(std::next(last).base());
 }
 
-void UnitTrace::forward_ends(bool again) {
-  auto& calls = again ? again_ : first_;
-  if (!calls.entered.empty()) calls.entered.pop_back();
-  UnitHere::enter(calls.entered.empty() ? std::string_view() : calls.entered.back());
-  if (!calls.open.empty()) close(calls.open, calls.open.back().key);
-}
-
 void UnitTrace::all_backwards_end() {
   UnitHere::enter(std::string_view());
   while (!backwards_.empty()) close(backwards_, backwards_.back().key);
@@ -40,7 +33,7 @@ void UnitTrace::all_backwards_end() {
 
 void UnitTrace::forget() {
   UnitHere::enter(std::string_view());
-  first_ = again_ = {};
+  stacks_ = {};
   backwards_.clear();
 }
 

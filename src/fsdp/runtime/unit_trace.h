@@ -6,21 +6,27 @@
 // gathered memory does. Next: base/trace.h.
 #pragma once
 
+#include <array>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/doing.h"
+#include "base/pass_local.h"
 #include "base/trace.h"
 
 namespace tessera::fsdp {
 
 class UnitTrace {
  public:
-  void forward_begins(const std::string& unit) { begin(first_, "forward ", unit); }
-  void recomputation_begins(const std::string& unit) { begin(again_, "forward again ", unit); }
-  /// The innermost one of those that are recomputed (`again`), or of the others.
-  void forward_ends(bool again);
+  void forward_begins(const std::string& unit) { forward_begins("forward ", unit); }
+  void recomputation_begins(const std::string& unit) { forward_begins("forward again ", unit); }
+  void forward_ends() {
+    auto& [entered, forwards] = stacks_[base::pass_here()];
+    if (!entered.empty()) entered.pop_back();
+    UnitHere::enter(entered.empty() ? std::string_view() : entered.back());
+    if (!forwards.empty()) close(forwards, forwards.back().key);
+  }
   /// `key`: the recorded forward whose backward this is. Each of its results says so, the first
   /// counts.
   void backward_begins(const void* key, const std::string& unit) {
@@ -42,22 +48,22 @@ class UnitTrace {
     std::string name;
     TraceClock::time_point begin;
   };
-  /// Calls on one stack: in a pair, a forward and a recomputation each have their own.
-  struct Calls {
+  struct Stack {
     std::vector<std::string_view> entered;  // the units' own names
-    std::vector<Open> open;                 // while there is a trace
+    std::vector<Open> forwards;
   };
-  void begin(Calls& calls, const char* what, const std::string& unit) {
-    calls.entered.push_back(unit);
+  void forward_begins(const char* what, const std::string& unit) {
+    auto& [entered, forwards] = stacks_[base::pass_here()];
+    entered.push_back(unit);
     UnitHere::enter(unit);
-    if (current_trace() != nullptr) open(calls.open, nullptr, what, unit);
+    if (current_trace() != nullptr) open(forwards, nullptr, what, unit);
   }
   static bool is_open(const std::vector<Open>& list, const void* key);
   void open(std::vector<Open>& list, const void* key, const char* what, const std::string& unit);
   /// The last one with this key.
   void close(std::vector<Open>& list, const void* key);
 
-  Calls first_, again_;
+  std::array<Stack, base::kPasses> stacks_;
   std::vector<Open> backwards_;  // that have begun and not passed their marker
 };
 

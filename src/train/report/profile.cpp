@@ -12,6 +12,7 @@
 #include <optional>
 #include <string_view>
 
+#include "base/pass_local.h"
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "tessera/error.h"
@@ -33,6 +34,7 @@ Kind kind_of(std::string_view name) {
     if (name == product) return kProducts;
   }
   if (name == "tessera::wait") return kWaiting;
+  if (name == "tessera::turn") return kOwnCode;
   if (name == "tessera::host_read") return kOwnCode;  // on a device the host stands still there
   // What a node takes beside the kernels that it calls.
   if (name.starts_with("autograd::")) return kOwnCode;
@@ -40,9 +42,8 @@ Kind kind_of(std::string_view name) {
 }
 
 struct Frame {
-  Clock::time_point begin;
   Kind kind;
-  double inner_ms = 0;   // of the calls inside
+  double self_ms = 0;    // without the calls inside, nor what another pass did meanwhile
   std::size_t call = 0;  // on a device: of StreamTimes
 };
 
@@ -54,71 +55,78 @@ class StreamTimes {
 
   void begin_step() {
     calls_.clear();
-    used_ = 0;
+    owners_.clear();
     stream_ = current();
   }
-  static constexpr std::size_t kElsewhere = ~std::size_t{0};
+  static constexpr std::size_t kNone = ~std::size_t{0};
+  /// The call; its caller where it launches on another stream.
   std::size_t begin(std::string_view name, Kind kind, std::size_t caller) {
-    if (current() != *stream_) return kElsewhere;
-    calls_.push_back({std::string(name), kind, caller, mark(), 0});
+    if (current() != *stream_) return caller;
+    mark(caller);
+    calls_.push_back({std::string(name), kind});
     return calls_.size() - 1;
   }
   void end(std::size_t call) {
-    if (call != kElsewhere && current() == *stream_) calls_[call].end = mark();
+    if (current() == *stream_) mark(call);
   }
-  /// add(name, kind, ms without the calls inside) for each call. The host waits.
-  template <class Add>
-  void end_step(const Add& add) {
+  /// The host waits until the stream is through.
+  void wait() const {
     comm::Event through;
     through.record(comm::Stream(*stream_), comm::EventSite::kHostRead);
     comm::wait_on_host(through, "profile of a step");
+  }
+  /// Behind wait(): add(name, kind, ms without the calls inside) for each call.
+  template <class Add>
+  void for_each(const Add& add) const {
     std::vector<double> self(calls_.size(), 0.0);
-    for (std::size_t i = 0; i < calls_.size(); ++i) {
-      const Call& call = calls_[i];
-      if (call.end == 0) continue;
-      const double ms = events_[call.begin].elapsedTime(events_[call.end]);
-      self[i] += ms;
-      if (call.caller != kElsewhere) self[call.caller] -= ms;
+    for (std::size_t i = 1; i < owners_.size(); ++i) {
+      if (owners_[i] != kNone) self[owners_[i]] += events_[i - 1].elapsedTime(events_[i]);
     }
-    for (std::size_t i = 0; i < calls_.size(); ++i) {
-      if (calls_[i].end != 0) add(calls_[i].name, calls_[i].kind, self[i]);
-    }
+    for (std::size_t i = 0; i < calls_.size(); ++i) add(calls_[i].name, calls_[i].kind, self[i]);
   }
 
  private:
   struct Call {
     std::string name;
     Kind kind;
-    std::size_t caller;
-    std::size_t begin, end;  // among the events; end 0: an exception left it
   };
 
   c10::Stream current() const {
     return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   }
-  std::size_t mark() {
-    if (used_ == events_.size()) {
+  /// What the stream did since the last mark belongs to `owner`.
+  void mark(std::size_t owner) {
+    if (owners_.size() == events_.size()) {
       events_.emplace_back(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
     }
-    events_[used_].record(*stream_);
-    return used_++;
+    events_[owners_.size()].record(*stream_);
+    owners_.push_back(owner);
   }
 
   at::Device device_;
   std::optional<c10::Stream> stream_;
   std::vector<Call> calls_;
-  std::vector<c10::Event> events_;  // made once, for all steps
-  std::size_t used_ = 0;
+  std::vector<std::size_t> owners_;  // a mark; of the last one's end
+  std::vector<c10::Event> events_;   // of the marks; made once, for all steps
 };
 
 // RecordFunction's callbacks are plain functions: what they write to belongs to the thread, as the
 // rank does.
 struct Times {
-  std::vector<Frame> stack;
+  std::array<std::vector<Frame>, base::kPasses> stacks;
+  Clock::time_point counted_until;
   std::map<std::string, double, std::less<>> self_ms;
   std::array<double, kKinds.size()> kind_ms{};
   std::optional<StreamTimes> on_device;
 
+  std::vector<Frame>& stack() { return stacks[base::pass_here()]; }
+  /// The time since the last call began or ended belongs to the innermost one of the pass that runs.
+  void count() {
+    const auto now = Clock::now();
+    const std::chrono::duration<double, std::milli> since = now - counted_until;
+    if (!stack().empty()) stack().back().self_ms += since.count();
+    counted_until = now;
+  }
   void add(std::string_view name, Kind kind, double self) {
     auto found = self_ms.find(name);
     if (found == self_ms.end()) found = self_ms.emplace(name, 0.0).first;
@@ -131,27 +139,27 @@ thread_local Times* t_times = nullptr;
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
   // c10d's transfers begin and end as they please; the wait for them counts.
   if (t_times == nullptr || function.isAsync()) return nullptr;
-  auto& stack = t_times->stack;
+  t_times->count();
+  auto& stack = t_times->stack();
   Kind kind = kind_of(function.name());
   // Kernels of the optimizer's scope are its own; its waits are not.
   if (!stack.empty() && stack.back().kind == kOptimizer && kind != kWaiting) kind = kOptimizer;
-  Frame frame{Clock::now(), kind};
+  Frame frame{kind};
   if (auto& device = t_times->on_device) {
     frame.call = device->begin(function.name(), kind,
-                               stack.empty() ? StreamTimes::kElsewhere : stack.back().call);
+                               stack.empty() ? StreamTimes::kNone : stack.back().call);
   }
   stack.push_back(frame);
   return nullptr;
 }
 
 void on_end(const at::RecordFunction& function, at::ObserverContext*) {
-  if (t_times == nullptr || t_times->stack.empty() || function.isAsync()) return;
-  const auto frame = t_times->stack.back();
-  t_times->stack.pop_back();
+  if (t_times == nullptr || t_times->stack().empty() || function.isAsync()) return;
+  t_times->count();
+  const auto frame = t_times->stack().back();
+  t_times->stack().pop_back();
   if (auto& device = t_times->on_device) return device->end(frame.call);
-  const std::chrono::duration<double, std::milli> total = Clock::now() - frame.begin;
-  t_times->add(function.name(), frame.kind, total.count() - frame.inner_ms);
-  if (!t_times->stack.empty()) t_times->stack.back().inner_ms += total.count();
+  t_times->add(function.name(), frame.kind, frame.self_ms);
 }
 
 std::string row(const std::string& name, double ms, double step_ms) {
@@ -200,19 +208,22 @@ StepProfile::~StepProfile() {
 }
 
 void StepProfile::begin_step() {
-  state_->times.stack.clear();
+  state_->times.stacks = {};
   if (auto& device = state_->times.on_device) device->begin_step();
   t_times = &state_->times;
   state_->begin = Clock::now();
+  state_->times.counted_until = state_->begin;
 }
 
 void StepProfile::end_step() {
   t_times = nullptr;
-  if (auto& device = state_->times.on_device) {
-    device->end_step(
+  const auto& device = state_->times.on_device;
+  if (device) device->wait();
+  const std::chrono::duration<double, std::milli> elapsed = Clock::now() - state_->begin;
+  if (device) {
+    device->for_each(
         [&](std::string_view name, Kind kind, double ms) { state_->times.add(name, kind, ms); });
   }
-  const std::chrono::duration<double, std::milli> elapsed = Clock::now() - state_->begin;
   state_->steps_ms += elapsed.count();
   ++state_->steps;
 }

@@ -1,9 +1,14 @@
 // Traces of whole steps: what is in them agrees with the plan, and rows can be drawn.
+#include <ATen/record_function.h>
+
+#include <chrono>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "comm/turns.h"
 #include "support/test.h"
 #include "train/dry/step_traffic.h"
+#include "train/report/profile.h"
 #include "train/trainer.h"
 #include "unit/train/planned_run.h"
 #include "unit/train/read_trace.h"
@@ -178,6 +183,28 @@ TEST(ProfileOfRun, SharesAreOfTheWholeStepAndNoneIsMissing) {
   EXPECT_NEAR(sum, 1.0, 1e-9);
   EXPECT_GT(profile["step_ms"].get<double>(), 0.0);
   EXPECT_TRUE(profile.contains("ms tessera::wait")) << profile.dump(1);
+}
+
+TEST(ProfileOfRun, APassThatWaitsIsNotBilledForWhatTheOtherComputes) {
+  StepProfile profile(at::kCPU);
+  profile.begin_step();
+  comm::Turns turns;
+  const auto waits = [] {
+    RECORD_USER_SCOPE("tessera::wait");
+    comm::Turns::pass();
+  };
+  const auto computes = [] {
+    RECORD_USER_SCOPE("tessera::product");
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
+    while (std::chrono::steady_clock::now() < end) {
+    }
+    comm::Turns::pass();  // the other's scope ends before this one
+  };
+  turns.run(waits, computes);
+  profile.end_step();
+  const json found = json::parse(profile.to_json());
+  EXPECT_GE(found["ms tessera::product"].get<double>(), 19.0) << found.dump(1);
+  EXPECT_LT(found["ms tessera::wait"].get<double>(), 10.0) << found.dump(1);
 }
 
 TEST(ProfileOfRun, SgdIsTheOptimizersToo) {
