@@ -32,7 +32,7 @@ at::Tensor take_of(KeptResults& results, at::IntArrayRef sizes) {
 
 }  // namespace
 
-bool is_recomputing() { return t_again != nullptr; }
+bool is_recomputing() { return open_results(CheckpointRun::kAgain) != nullptr; }
 
 KeptResults* kept_here(CheckpointRun run) {
   auto* results = open_results(run);
