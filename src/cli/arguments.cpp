@@ -246,13 +246,7 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   verb->add_option("--stages-per-rank", schedule.stages_per_rank,
                    "Default the kind's: 1, or 2 where it has several.")
       ->transform(count);
-  ::CLI::Option* costs =
-      verb->add_option("--costs", schedule.costs,
-                       "F,I,W,FB: what a slot of each costs, FB one with a B beside its F; default "
-                       "1,1,1,3. B costs I + W.")
-          ->delimiter(',')
-          ->expected(4)
-          ->check(not_a_cost, "FLOAT from 0 to 1e9");
+  ::CLI::Option* costs = add_costs(*verb, schedule.costs);
   ::CLI::Option* costs_from = verb->add_option(
       "--costs-from", schedule.costs_from,
       "Trace with rows 'slots' and 'messages', as --trace writes: costs of each stage, "
@@ -261,6 +255,7 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   costs_from->excludes(costs);
   add_described(*verb, schedule.machine)->needs(costs_from);
   add_flops(*verb, schedule.machine, "Operations a second of a rank, as 4e14.")->needs(costs_from);
+  add_exchanges(*verb, schedule);
   verb->add_option("--csv", schedule.csv, "File to write: the lists, in PyTorch's form.");
   verb->add_option(
           "--csv-form", schedule.csv_form,

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <limits>
 #include <system_error>
+#include <vector>
 
 #include "base/text/byte_size.h"
 #include "base/text/printable.h"
@@ -15,6 +16,7 @@ namespace {
 
 constexpr double kMostTemperature = 1e6;
 constexpr double kMostCost = 1e9;
+constexpr int kMostExchanges = 64;
 constexpr double kMostRate = 1e21;
 
 /// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
@@ -25,6 +27,67 @@ std::string unless_number(const std::string& text, bool (*holds)(double),
   const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (failed == std::errc{} && rest == text.data() + text.size() && holds(value)) return "";
   return concat("found ", printable(text), ", expected a number ", expected);
+}
+
+std::string not_a_cost(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value >= 0.0 && value <= kMostCost; },
+      concat("from 0 to ", kMostCost));
+}
+
+std::string not_a_count(const std::string& text) {
+  int value = -1;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool is_number = failed == std::errc{} && rest == text.data() + text.size();
+  if (is_number && value >= 0 && value <= kMostExchanges) return "";
+  return concat("found ", printable(text), ", expected a whole number from 0 to ", kMostExchanges);
+}
+
+/// Between commas.
+std::vector<std::string> parts_of(const std::string& text) {
+  std::vector<std::string> parts(1);
+  for (const char c : text) {
+    if (c == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+/// How many numbers an option takes, and what is wrong with one ("" where nothing is).
+struct Numbers {
+  std::size_t fewest = 1;
+  std::size_t most = 1;
+  std::string (*wrong)(const std::string&) = nullptr;
+};
+
+/// Adds an option whose value is one word, so that no word behind it is taken for a number of it.
+template <class Number>
+::CLI::Option* add_numbers(::CLI::App& verb, const std::string& name, std::vector<Number>& numbers,
+                           const Numbers& expected, const std::string& what) {
+  const auto read = [&numbers](const std::string& text) {
+    for (const std::string& part : parts_of(text)) {
+      std::from_chars(part.data(), part.data() + part.size(), numbers.emplace_back());
+    }
+  };
+  const auto check = [expected](const std::string& text) {
+    const std::vector<std::string> parts = parts_of(text);
+    if (parts.size() < expected.fewest || parts.size() > expected.most) {
+      const std::string few =
+          expected.fewest == expected.most ? "" : concat(expected.fewest, " or ");
+      return concat("found ", printable(text), ", expected ", few, expected.most,
+                    " numbers with commas between them");
+    }
+    for (const std::string& part : parts) {
+      if (std::string found = expected.wrong(part); !found.empty()) return found;
+    }
+    return std::string();
+  };
+  return verb.add_option_function<std::string>(name, read, what)
+      ->type_name("FLOAT")
+      ->check(check, "");
 }
 
 }  // namespace
@@ -89,12 +152,6 @@ std::string not_a_seed(const std::string& text) {
                 std::numeric_limits<std::uint64_t>::max());
 }
 
-std::string not_a_cost(const std::string& text) {
-  return unless_number(
-      text, [](double value) { return value >= 0.0 && value <= kMostCost; },
-      concat("from 0 to ", kMostCost));
-}
-
 ::CLI::Option* add_described(::CLI::App& verb, PlannedMachine& machine) {
   const std::string shipped = joined(check::shipped_machines());
   return verb.add_option(
@@ -123,6 +180,27 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
   verb.add_option("--bandwidth", machine.bandwidth,
                   "Bytes that a rank sends in a second, within its host and beyond, as 50GB/s.")
       ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
+}
+
+::CLI::Option* add_costs(::CLI::App& verb, std::vector<double>& costs) {
+  return add_numbers(verb, "--costs", costs, {3, 4, not_a_cost},
+                     "F,I,W[,FB]: what a slot of each costs, FB one with a B beside its F; default "
+                     "1,1,1, a B I + W, FB F + I + W or, with --exchanges, what turns take.");
+}
+
+void add_exchanges(::CLI::App& verb, ScheduleArguments& schedule) {
+  constexpr int kMostLayers = 4096;
+  ::CLI::Option* exchanges =
+      add_numbers(verb, "--exchanges", schedule.exchanges, {2, 2, not_a_count},
+                  "F,B: exchanges with other ranks in a layer's forward and backward, as 3,2 for "
+                  "experts: F and B take longer, and a pair takes turns.");
+  verb.add_option("--layers", schedule.layers, "Layers of a stage that have them; default 1.")
+      ->transform(whole_number(kMostLayers))
+      ->needs(exchanges);
+  ::CLI::Option* cost = verb.add_option("--exchange-cost", schedule.exchange_cost,
+                                        "What each takes from its issue on.");
+  cost->check(not_a_cost, "FLOAT")->needs(exchanges);
+  exchanges->needs(cost);
 }
 
 ::CLI::Option* add_expert_loads(::CLI::App& verb, std::optional<std::string>& file) {

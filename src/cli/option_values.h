@@ -1,5 +1,6 @@
 // Checks of the values of options: each returns "" for one that is right, else what was found and
-// what is expected. Then the options of several verbs: what a rank has of its machine. Pure.
+// what is expected. Then the options of several verbs, what a rank has of its machine, and those that
+// are several numbers. Pure.
 #pragma once
 
 #include <CLI/App.hpp>
@@ -7,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cli/arguments.h"
 
@@ -26,7 +28,6 @@ std::string not_a_temperature(const std::string& text);
 std::string not_a_share(const std::string& text);
 /// The parser itself takes the largest number for whatever is larger.
 std::string not_a_seed(const std::string& text);
-std::string not_a_cost(const std::string& text);
 
 /// The most ranks that are started, or share a host.
 inline constexpr int kMostRanks = 4096;
@@ -37,6 +38,9 @@ inline constexpr int kMostRanks = 4096;
 void add_machine(::CLI::App& verb, PlannedMachine& machine);
 inline constexpr std::array kMachineOptions{"--machine", "--device-memory", "--ranks-per-host",
                                             "--flops", "--bandwidth"};
+::CLI::Option* add_costs(::CLI::App& verb, std::vector<double>& costs);  ///< --costs
+/// --exchanges, --layers, --exchange-cost.
+void add_exchanges(::CLI::App& verb, ScheduleArguments& schedule);
 ::CLI::Option* add_expert_loads(::CLI::App& verb, std::optional<std::string>& file);
 /// A rate alone gives no time. Errors: kUsage for one without the other and without --machine.
 void check_rates(const std::string& verb, const PlannedMachine& machine);

@@ -33,6 +33,8 @@ namespace tessera::cli {
 namespace {
 
 constexpr std::int64_t kMostCsvBytes = std::int64_t{64} << 20;
+/// Of a micro-batch over all stages: far above any model, and simulated in some seconds.
+constexpr std::int64_t kMostExchanges = std::int64_t{1} << 18;
 constexpr std::int64_t kMostTraceBytes = std::int64_t{64} << 20;
 
 /// What was asked for, with messages: a file's own, else those that follow.
@@ -131,7 +133,26 @@ pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments
   return train::stage_costs(*plan, config, tp, cost);
 }
 
+std::optional<pipeline::Exchanges> exchanges_of(const ScheduleArguments& arguments, int stages) {
+  if (arguments.exchanges.empty()) return std::nullopt;
+  TESSERA_CHECK(!arguments.costs_from || is_config(*arguments.costs_from), ErrorKind::kUsage,
+                "--exchanges: found beside costs that were measured, which have them, expected "
+                "--costs or --costs-from CONFIG.toml");
+  TESSERA_CHECK(!arguments.costs_from || gives_ms(arguments), ErrorKind::kUsage,
+                "--exchange-cost: found beside costs in GFLOP, expected --machine or --flops, with "
+                "which they are ms");
+  const pipeline::Exchanges exchanges{arguments.exchanges.at(0), arguments.exchanges.at(1),
+                                      arguments.layers, arguments.exchange_cost.value_or(0.0)};
+  const std::int64_t pieces =
+      std::int64_t{stages} * exchanges.layers * (exchanges.forward + exchanges.backward);
+  TESSERA_CHECK(pieces <= kMostExchanges, ErrorKind::kUsage, "--exchanges: found ",
+                joined(arguments.exchanges), " in ", exchanges.layers, " layers of ", stages,
+                " stages, ", pieces, " in all, expected at most ", kMostExchanges);
+  return exchanges;
+}
+
 pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Schedule& schedule) {
+  const auto exchanges = exchanges_of(arguments, schedule.stages());
   TESSERA_CHECK(!gives_ms(arguments) || is_config(arguments.costs_from.value_or("")),
                 ErrorKind::kUsage, arguments.machine.machine ? "--machine" : "--flops",
                 ": found beside costs that were measured, expected --costs-from CONFIG.toml");
@@ -149,8 +170,9 @@ pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Sch
       stage.forward = arguments.costs.at(0);
       stage.input_gradient = arguments.costs.at(1);
       stage.weight_gradient = arguments.costs.at(2);
-      stage.beside = arguments.costs.at(3);
+      if (arguments.costs.size() > 3) stage.beside = arguments.costs.at(3);
     }
+    if (exchanges) stage = with_exchanges(stage, *exchanges);
     // Counted, not weighed: nobody said how large a micro-batch is.
     stage.live_bytes = stage.deferred_bytes = 1.0;
   }
@@ -181,6 +203,48 @@ void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& 
                "deferred: W that are put off, at most;\nopen sends: not yet arrived, at most\n";
 }
 
+/// The slot that takes longest of those with a B beside its F.
+std::optional<pipeline::Slot> longest_pair(const pipeline::Schedule& schedule,
+                                           const pipeline::Costs& costs) {
+  std::optional<pipeline::Slot> longest;
+  std::map<std::pair<int, int>, double> times;  // by the stages of F and B
+  for (const auto& slots : schedule.slots) {
+    for (const pipeline::Slot& slot : slots) {
+      if (!slot.beside) continue;
+      const auto [place, is_new] = times.try_emplace({slot.action.stage, slot.beside->stage});
+      if (!is_new) continue;
+      place->second = time_of(slot, costs).all;
+      if (!longest || place->second > time_of(*longest, costs).all) longest = slot;
+    }
+  }
+  return longest;
+}
+
+/// What exchanges within stages cost: of the longest pair, and of each rank's step.
+void print_exchanges(const pipeline::Schedule& schedule, const pipeline::Simulated& simulated,
+                     const pipeline::Costs& costs, std::string_view unit) {
+  if (const auto pair = longest_pair(schedule, costs)) {
+    const pipeline::SlotTime time = time_of(*pair, costs);
+    const pipeline::StageCosts& forward = costs.at(static_cast<std::size_t>(pair->action.stage));
+    const pipeline::StageCosts& backward = costs.at(static_cast<std::size_t>(pair->beside->stage));
+    std::cout << "\nlongest pair " << to_string(*pair) << ": " << time.all << unit << ", F "
+              << forward.forward << " and B " << backward.of_backward()
+              << " alone; of its exchanges " << time.hidden << " hidden, " << time.exposed
+              << " exposed\nturns: "
+              << to_string(pipeline::turns_of(forward.forward_pieces.size(),
+                                              backward.backward_pieces.size()))
+              << '\n';
+  }
+  std::cout << "\nrank       hidden      exposed\n";
+  for (std::size_t rank = 0; rank < simulated.ranks.size(); ++rank) {
+    const pipeline::SimulatedRank& one = simulated.ranks[rank];
+    std::cout << std::setw(4) << rank << std::setw(13) << one.hidden_exchange << std::setw(13)
+              << one.exposed_exchange << '\n';
+  }
+  std::cout << "\nhidden: time of exchanges under what else the rank does; exposed: it stands "
+               "waiting for them\n";
+}
+
 /// Before anything runs: costs of a configuration take their time.
 void try_outputs(const ScheduleArguments& arguments) {
   const std::string read = arguments.costs_from.value_or("");
@@ -206,7 +270,8 @@ int run_schedule(const ScheduleArguments& arguments) {
     return kFoundProblems;
   }
   const pipeline::Program program = asked.own_messages ? asked.program : lower(schedule);
-  const pipeline::Simulated simulated = simulate(program, costs_of(arguments, schedule));
+  const pipeline::Costs costs = costs_of(arguments, schedule);
+  const pipeline::Simulated simulated = simulate(program, costs);
   if (arguments.csv) {
     write_output("--csv", *arguments.csv,
                  arguments.csv_form == "compute_comms" ? to_csv(program) : to_csv(schedule));
@@ -218,7 +283,9 @@ int run_schedule(const ScheduleArguments& arguments) {
             << to_string(schedule);
   for (const std::string& remark : validation.remarks) std::cout << "note: " << remark << '\n';
   const bool in_ms = gives_ms(arguments) || !is_config(arguments.costs_from.value_or(".toml"));
-  print_times(schedule, simulated, in_ms ? " ms" : arguments.costs_from ? " GFLOP" : "");
+  const std::string_view unit = in_ms ? " ms" : arguments.costs_from ? " GFLOP" : "";
+  print_times(schedule, simulated, unit);
+  if (!arguments.exchanges.empty()) print_exchanges(schedule, simulated, costs, unit);
   const int open_sends = fewest_open_sends(program);
   std::cout << "valid; no deadlock where a send ends only when its receive is posted and a rank "
             << (open_sends == 0 ? "waits for each"

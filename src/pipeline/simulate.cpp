@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "pipeline/validate.h"
@@ -67,17 +68,24 @@ double exchange_time(const Pieces& pieces) {
   return time;
 }
 
-/// Of one micro-batch.
-struct StageExchanges {
-  double forward = 0.0;
-  double backward = 0.0;
-};
+double cost_of(const Action& action, const StageCosts& stage) {
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return stage.forward;
+    case ActionKind::kInputGradient:
+      return stage.input_gradient;
+    case ActionKind::kWeightGradient:
+      return stage.weight_gradient;
+    case ActionKind::kBackward:
+      return stage.of_backward();
+  }
+  return 0.0;
+}
 
-struct SlotTime {
-  double all = 0.0;
-  double exposed = 0.0;  ///< of its exchanges
-  double hidden = 0.0;
-};
+double exchanges_of(const Action& action, const StageCosts& stage) {
+  if (action.kind == ActionKind::kForward) return exchange_time(stage.forward_pieces);
+  return action.gives_input_gradient() ? exchange_time(stage.backward_pieces) : 0.0;
+}
 
 class Simulation {
  public:
@@ -89,10 +97,6 @@ class Simulation {
         hand_overs_(2 * program.rank_of.size() *
                     static_cast<std::size_t>(std::max(program.micro_batches, 0))) {
     simulated_.ranks.resize(program.steps.size());
-    for (const StageCosts& stage : costs) {
-      exchanges_.push_back(
-          {exchange_time(stage.forward_pieces), exchange_time(stage.backward_pieces)});
-    }
   }
 
   Simulated run() {
@@ -118,43 +122,10 @@ class Simulation {
   int stages() const { return static_cast<int>(program_.rank_of.size()); }
   const StageCosts& of(int stage) const { return costs_[static_cast<std::size_t>(stage)]; }
 
-  double cost_of(const Action& action) const {
-    switch (action.kind) {
-      case ActionKind::kForward:
-        return of(action.stage).forward;
-      case ActionKind::kInputGradient:
-        return of(action.stage).input_gradient;
-      case ActionKind::kWeightGradient:
-        return of(action.stage).weight_gradient;
-      case ActionKind::kBackward:
-        return of(action.stage).of_backward();
-    }
-    return 0.0;
-  }
-
-  double exchanges_of(const Action& action) const {
-    const StageExchanges& of_stage = exchanges_[static_cast<std::size_t>(action.stage)];
-    if (action.kind == ActionKind::kForward) return of_stage.forward;
-    return action.gives_input_gradient() ? of_stage.backward : 0.0;
-  }
-
-  /// A slot's time, and what its exchanges are of it.
-  SlotTime time_of(const Slot& slot) {
-    if (!slot.beside) return {cost_of(slot.action), exchanges_of(slot.action), 0.0};
-    const double in_turn = cost_of(slot.action) + cost_of(*slot.beside);
-    const double exchanges = exchanges_of(slot.action) + exchanges_of(*slot.beside);
-    if (const auto given = of(slot.action.stage).beside) {
-      const double exposed = std::clamp(*given - (in_turn - exchanges), 0.0, exchanges);
-      return {*given, exposed, exchanges - exposed};
-    }
-    const Pieces& forward = of(slot.action.stage).forward_pieces;
-    const Pieces& backward = of(slot.beside->stage).backward_pieces;
-    if (forward.empty() || backward.empty()) return {in_turn, exchanges, 0.0};
-    const auto [place, is_new] = pairs_.try_emplace({slot.action.stage, slot.beside->stage});
-    if (is_new) {
-      const Interleaved pair = interleave(forward, backward);
-      place->second = {pair.time, pair.exposed, pair.hidden};
-    }
+  const SlotTime& time_of(const Slot& slot) {
+    const auto [place, is_new] = times_.try_emplace(
+        {slot.action.kind, slot.action.stage, slot.beside ? slot.beside->stage : -1});
+    if (is_new) place->second = pipeline::time_of(slot, costs_);
     return place->second;
   }
 
@@ -185,7 +156,7 @@ class Simulation {
       begin = std::max(begin, arrived.value_or(begin));
     });
     if (!is_there) return false;
-    const SlotTime time = time_of(slot);
+    const SlotTime& time = time_of(slot);
     now_[rank] = begin + time.all;
     SimulatedRank& result = simulated_.ranks[rank];
     result.busy += time.all;
@@ -271,11 +242,11 @@ class Simulation {
   const Program& program_;
   const Costs& costs_;
   Simulated simulated_;
-  std::vector<StageExchanges> exchanges_;          ///< of each stage
-  std::map<std::pair<int, int>, SlotTime> pairs_;  ///< by the stages of F and B
-  std::vector<std::size_t> woken_;                 ///< ranks to look at
-  std::vector<std::size_t> next_;                  ///< step of each rank
-  std::vector<double> now_;                        ///< its clock
+  std::map<std::tuple<ActionKind, int, int>, SlotTime>
+      times_;                       ///< by kind and stage, and stage of B
+  std::vector<std::size_t> woken_;  ///< ranks to look at
+  std::vector<std::size_t> next_;   ///< step of each rank
+  std::vector<double> now_;         ///< its clock
   std::vector<HandOverTimes> hand_overs_;
 };
 
@@ -297,6 +268,28 @@ StageCosts with_exchanges(const StageCosts& computing, const Exchanges& exchange
   costs.input_gradient += in_backward;
   if (costs.backward) *costs.backward += in_backward;
   return costs;
+}
+
+SlotTime time_of(const Slot& slot, const Costs& costs) {
+  const auto of = [&](const Action& action) -> const StageCosts& {
+    return costs.at(static_cast<std::size_t>(action.stage));
+  };
+  SlotTime time;
+  slot.each([&](const Action& action) {
+    time.all += cost_of(action, of(action));
+    time.exposed += exchanges_of(action, of(action));
+  });
+  if (!slot.beside) return time;
+  const StageCosts& forward = of(slot.action);
+  const StageCosts& backward = of(*slot.beside);
+  if (forward.beside) {
+    const double exposed =
+        std::clamp(*forward.beside - (time.all - time.exposed), 0.0, time.exposed);
+    return {*forward.beside, exposed, time.exposed - exposed};
+  }
+  if (forward.forward_pieces.empty() || backward.backward_pieces.empty()) return time;
+  const Interleaved pair = interleave(forward.forward_pieces, backward.backward_pieces);
+  return {pair.time, pair.exposed, pair.hidden};
 }
 
 Simulated simulate(const Program& program, const Costs& costs) {

@@ -54,6 +54,13 @@ StageCosts with_exchanges(const StageCosts& computing, const Exchanges& exchange
 /// Of each stage.
 using Costs = std::vector<StageCosts>;
 
+struct SlotTime {
+  double all = 0.0;
+  double exposed = 0.0;  ///< of its exchanges: the rank stands waiting for them
+  double hidden = 0.0;   ///< of its exchanges: the rest
+};
+SlotTime time_of(const Slot& slot, const Costs& costs);
+
 struct TimeSpan {
   double begin = 0.0;
   double end = 0.0;

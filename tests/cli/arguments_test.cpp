@@ -81,6 +81,16 @@ TEST(Arguments, ScheduleTakesAKindOrAFile) {
   EXPECT_EQ(kind.csv_form, "compute_comms");
   EXPECT_EQ(kind.svg, "a.svg");
   EXPECT_EQ(kind.trace, "a.json");
+  EXPECT_THAT(kind.exchanges, IsEmpty());
+  // A word behind three costs is none of them.
+  const auto turns = std::get<ScheduleArguments>(
+      parse({"schedule", "--costs", "1,2,3", "Paired1F1B", "--exchanges", "3,2", "--layers", "4",
+             "--exchange-cost", "0.5"}));
+  EXPECT_EQ(turns.schedule, "Paired1F1B");
+  EXPECT_EQ(turns.costs, (std::vector<double>{1.0, 2.0, 3.0}));
+  EXPECT_EQ(turns.exchanges, (std::vector<int>{3, 2}));
+  EXPECT_EQ(turns.layers, 4);
+  EXPECT_EQ(turns.exchange_cost, 0.5);
   const auto file = std::get<ScheduleArguments>(parse({"schedule", "b.csv", "--costs-from", "t"}));
   EXPECT_EQ(file.schedule, "b.csv");
   EXPECT_EQ(file.ranks, std::nullopt);
@@ -90,10 +100,33 @@ TEST(Arguments, ScheduleTakesAKindOrAFile) {
 
 TEST(Arguments, ScheduleRefusesWhatItDoesNotTake) {
   EXPECT_THAT(refusal({"schedule"}), Says("schedule"));
-  for (const char* costs :
-       {"1,1,1", "1,1,1,1,1", "1,1,x,1", "1,1,-1,1", "1,1,nan,1", "1,1,inf,1"}) {
-    EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", costs}), Says("--costs")) << costs;
+  // Option by option what is too few, too many, negative, huge or no number.
+  const std::vector<std::pair<std::string, std::vector<std::string>>> hostile{
+      {"--costs",
+       {"", "1", "1,1", "1,1,1,1,1", "1,1,x,1", "1,1,-1,1", "1,1,nan,1", "1,1,inf,1", "1,,1",
+        "1,1,1,", "1e10,1,1", "1;1;1", "-1,1,1", "1,1,1 "}},
+      {"--exchanges",
+       {"", "3", "3,2,1", "-3,2", "3,-2", "3,x", "3,2.5", "65,2", "3,99999999999999999999", ",",
+        "3,", "0x3,2", "3 2"}},
+      {"--layers", {"", "0", "-1", "4097", "99999999999999999999", "four", "4.0", "4,4"}},
+      {"--exchange-cost", {"", "-1", "1e10", "nan", "inf", "five", "5ms", "5,5", "1e999"}},
+      {"--ranks", {"0", "-4", "4294967296", "1e3"}},
+      {"--micro-batches", {"0", "-8", "eight", "99999999999"}},
+      {"--stages-per-rank", {"0", "-2", "V"}}};
+  const std::map<std::string, std::string> right{
+      {"--exchanges", "3,2"}, {"--layers", "4"}, {"--exchange-cost", "5"}};
+  for (const auto& [option, values] : hostile) {
+    for (const std::string& value : values) {
+      std::vector<std::string> words{"schedule", "GPipe", option, value};
+      for (const auto& [other, given] : right) {
+        if (other != option) words.insert(words.end(), {other, given});
+      }
+      EXPECT_THAT(refusal(words), Says(option)) << option << ' ' << value;
+    }
   }
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--exchanges", "3,2"}), Says("--exchange-cost"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--exchange-cost", "5"}), Says("--exchanges"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--layers", "5"}), Says("--exchanges"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", "1,1,1,1", "--costs-from", "t"}),
               Says("excludes"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--csv-form", "all"}), Says("--csv-form"));

@@ -22,6 +22,31 @@ TEST(ScheduleVerb, PrintsListsAndTimes) {
                                 "makespan 24\n", "valid; "));
 }
 
+// Pairs cost what their turns take, or FB where it is given; F and B alone wait for each exchange.
+TEST(ScheduleVerb, SimulatesPairsByTheirTurns) {
+  const TemporaryFolder folder;
+  const auto of_pairs = [&](const std::string& kind, const std::string& costs, const Words& more) {
+    const Words words = joined(Words{kind, "--micro-batches", "8", "--costs", costs, "--exchanges",
+                                     "3,2", "--layers", "4", "--exchange-cost", "5"},
+                               more);
+    return succeeded(run_program(folder, schedule(words))).out;
+  };
+  const std::string alone = of_pairs("Paired1F1B", "10,10,10", {"--ranks", "1"});
+  EXPECT_THAT(alone, Says("makespan 630.769\n",
+                          "longest pair (0F1;0B0): 71.5385, F 70 and B 60 alone; of its exchanges "
+                          "58.4615 hidden, 41.5385 exposed\n"
+                          "turns: F1 B1 F2 B2 ... F13 B13\n",
+                          "rank       hidden      exposed\n"
+                          "   0      409.231      390.769\n"));
+  EXPECT_THAT(of_pairs("Paired1F1B", "10,10,10,130", {"--ranks", "1"}),
+              Says("makespan 1040\n", "longest pair (0F1;0B0): 130,", " 0 hidden, 100 exposed\n"));
+  EXPECT_THAT(of_pairs("DualPipeV", "10,10,10", {"--ranks", "2"}), Says("makespan 1558.46\n"));
+  // Nothing is beside anything.
+  const std::string in_turn = of_pairs("1F1B", "10,10,10", {"--ranks", "2"});
+  EXPECT_THAT(in_turn, Says("makespan 1170\n", "   1            0          800\n"));
+  EXPECT_THAT(in_turn, Not(Says("turns")));
+}
+
 // What it writes it reads: the same lists, the same times out of its own trace.
 TEST(ScheduleVerb, ReadsItsOwnFiles) {
   const TemporaryFolder folder;
@@ -113,6 +138,17 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
       {{"absent.csv"}, "FILE.csv: cannot open 'absent.csv'"},
       {{"two.csv", "--costs-from", "absent.json"}, "--costs-from: cannot open 'absent.json'"},
       {{"two.csv", "--costs", "1e13,1,1,1"}, "--costs: found '1e13', expected a number from 0"},
+      {{"two.csv", "--costs", "1,1"}, "--costs: found '1,1', expected 3 or 4 numbers"},
+      {{"two.csv", "--exchanges", "-1,2", "--exchange-cost", "1"},
+       "--exchanges: found '-1', expected a whole number from 0 to 64"},
+      {{"two.csv", "--exchanges", "64,64", "--exchange-cost", "1", "--layers", "4096"},
+       "--exchanges: found 64, 64 in 4096 layers of 2 stages, 1048576 in all, expected at most"},
+      {{"two.csv", "--exchanges", "3,2", "--exchange-cost", "-1"},
+       "--exchange-cost: found '-1', expected a number from 0"},
+      {{"two.csv", "--exchanges", "3,2", "--exchange-cost", "1", "--costs-from", "t.json"},
+       "--exchanges: found beside costs that were measured"},
+      {{"two.csv", "--exchanges", "3,2", "--exchange-cost", "1", "--costs-from", "t.toml"},
+       "--exchange-cost: found beside costs in GFLOP, expected --machine or --flops"},
       {{"GPipe", "--ranks", "1", "--micro-batches", "10000", "--costs", "1e9,1e9,1e9,1e9",
         "--trace", "a.json"},
        "trace: found a makespan of"},
