@@ -12,7 +12,20 @@
 #include <string>
 #include <vector>
 
+#include "base/text/words.h"
+
 namespace tessera::pipeline {
+
+/// Which exchanges within a stage pass the turn.
+enum class Overlap : std::uint8_t {
+  kExperts,  ///< those of experts: dispatch, combine and their counts
+  kAll,      ///< these, and tensor parallel sums
+  kOff,      ///< none: F, then B
+};
+constexpr auto words_of(Overlap) {
+  return std::to_array<Word<Overlap>>(
+      {{"experts", Overlap::kExperts}, {"all", Overlap::kAll}, {"off", Overlap::kOff}});
+}
 
 /// What a forward or backward computes between two turns, in any unit of time.
 struct Piece {

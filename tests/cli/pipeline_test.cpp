@@ -118,6 +118,7 @@ TEST_F(PipelineRun, OfEveryKindHasTheBitsOfTheRunWithout) {
     pipelines.insert(pipelines.end(), {{2, "GPipe"},
                                        {2, "1F1B"},
                                        {2, "Interleaved1F1B"},
+                                       {2, "Paired1F1B"},
                                        {2, "ZBV"},
                                        {4, "1F1B"},
                                        {4, "InterleavedZeroBubble"}});

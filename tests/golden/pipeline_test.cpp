@@ -350,6 +350,7 @@ TEST(PipelineOfTraining, ClippedStepsHaveTheBitsOfNoPipeline) {
       {"qwen3-fp32", "GPipe", true},
       {"qwen3-moe-fp32", "Interleaved1F1B"},
       {"qwen3-fp32", "InterleavedZeroBubble", true},
+      {"qwen3-moe-fp32", "Paired1F1B"},
       {kEightLayers, "1F1B", true, 4},
       {kEightLayers, "ZBV", false, 4},
   };
@@ -362,7 +363,8 @@ TEST(PipelineOfTraining, ClippedStepsHaveTheBitsOfNoPipeline) {
     config.model.aux_loss_coef = has_experts(training.folder) ? 0.01 : 0.0;
     // These take four micro-batches, twice the rows of the reference.
     const std::string batch = batch_file(train::open_model(config.model).spec, 4, 24);
-    const bool takes_four = training.schedule == "DualPipeV" || training.stages == 4;
+    const bool takes_four = training.schedule == "DualPipeV" || training.schedule == "Paired1F1B" ||
+                            training.stages == 4;
     if (takes_four) config.data.path = {batch};
     const auto [place, is_new] =
         without.try_emplace({training.folder, training.bfloat16, takes_four});

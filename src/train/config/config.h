@@ -16,6 +16,7 @@
 #include "base/text/words.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "layout/parallel_dims.h"
+#include "pipeline/interleave.h"
 #include "tessera/loss_scale.h"
 #include "tessera/precision.h"
 #include "tessera/recompute_mode.h"
@@ -155,6 +156,7 @@ struct PipelineConfig {
   std::vector<std::int64_t> split;     ///< first layers of the stages; empty = by cost
   /// none = step; of one rank micro_batch, so that reshard_after_forward says it
   std::optional<PipelineReshard> reshard;
+  pipeline::Overlap overlap = pipeline::Overlap::kExperts;  ///< in pairs of a schedule
   bool operator==(const PipelineConfig&) const = default;
 };
 

@@ -232,7 +232,13 @@ void add_layout(std::vector<ConfigKey>& keys) {
            {"",
             "How often a stage is gathered: once a step, or for each micro_batch (less memory, "
             "more traffic).",
-            "step; of one rank as reshard_after_forward says"});
+            "step; of one rank as reshard_after_forward says"})
+      .key(
+          "overlap", &S::overlap,
+          {"",
+           "Exchanges of a forward that run while the backward of its pair computes, and the other "
+           "way round: of experts, all (tensor parallel ones, too), or off: the forward, then the "
+           "backward."});
 }
 
 void add_plan(std::vector<ConfigKey>& keys) {

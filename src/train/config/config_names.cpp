@@ -291,9 +291,10 @@ std::vector<std::string> keys_called(std::string_view name) {
 /// checkpoint.enable.
 bool says_enough(std::string_view name) {
   constexpr auto kVague = std::to_array<std::string_view>(
-      {"alpha",   "backend",  "config",   "decay",  "dropout", "enable", "folder", "form", "freeze",
-       "frozen",  "interval", "master",   "mode",   "name",    "passes", "path",   "plan", "rank",
-       "reshard", "rule",     "schedule", "source", "split",   "steps",  "targets"});
+      {"alpha",    "backend", "config", "decay",    "dropout", "enable",  "folder",
+       "form",     "freeze",  "frozen", "interval", "master",  "mode",    "name",
+       "overlap",  "passes",  "path",   "plan",     "rank",    "reshard", "rule",
+       "schedule", "source",  "split",  "steps",    "targets"});
   return !std::ranges::count(kVague, name);
 }
 

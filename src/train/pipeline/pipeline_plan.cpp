@@ -172,6 +172,7 @@ std::optional<PipelinePlan> resolve_pipeline(const Config& config, const Paralle
   plan.costs = stage_costs(plan.split, costs);
   plan.reshard = asked.reshard.value_or(dims.pp == 1 ? PipelineReshard::kMicroBatch
                                                      : PipelineReshard::kStep);
+  plan.overlap = asked.overlap;
   plan.remarks = std::move(found.remarks);
   return plan;
 }
@@ -197,12 +198,13 @@ std::string to_string(const PipelinePlan& plan) {
 
 std::uint64_t hash(const PipelinePlan& plan) {
   return Hasher()
-      .add(std::string_view("pipeline 2"))
+      .add(std::string_view("pipeline 3"))
       .add(std::int64_t{plan.schedule.micro_batches})
       .add(std::string_view(to_string(plan.schedule)))
       .add(std::string_view(plan.own_messages ? to_csv(*plan.own_messages) : ""))
       .add(std::string_view(to_string(plan.split)))
       .add(reshard_text(plan.reshard))
+      .add(word_of(plan.overlap))
       .digest();
 }
 

@@ -16,6 +16,7 @@
 #include "models/description.h"
 #include "models/model_spec.h"
 #include "models/stage_layers.h"
+#include "pipeline/interleave.h"
 #include "pipeline/program.h"
 #include "pipeline/schedule.h"
 #include "pipeline/simulate.h"
@@ -33,6 +34,7 @@ struct PipelinePlan {
   pipeline::Split split;
   std::vector<double> costs;  ///< of each stage: operations of a forward, per token
   PipelineReshard reshard = PipelineReshard::kStep;
+  pipeline::Overlap overlap = pipeline::Overlap::kExperts;
   /// What is valid, but worth saying once: a file that leaves the order of micro-batches.
   std::vector<std::string> remarks = {};
   bool operator==(const PipelinePlan&) const = default;

@@ -122,7 +122,7 @@ inline Drawn drawn(std::uint32_t seed) {
   d.reshard = !draw.maybe();
   d.frozen = draw.maybe() && (d.pp == 1 || d.ep == 1);
   if (d.pp > 1) {
-    d.schedule = draw.one_of<const char*>({"1F1B", "GPipe", "ZBV", "ZB1P"});
+    d.schedule = draw.one_of<const char*>({"1F1B", "GPipe", "ZBV", "ZB1P", "Paired1F1B"});
     d.pipeline_reshard = draw.one_of({PipelineReshard::kStep, PipelineReshard::kMicroBatch});
   } else if (draw.maybe()) {
     d.form = draw.one_of({1, 2, 3});

@@ -166,7 +166,8 @@ std::int64_t activations_of(const std::string& schedule, std::int64_t micro_batc
     config.training.global_batch_size = micro_batches * 2 * 2;
   });
   const auto memory = one.memory();
-  EXPECT_EQ(memory.ranks.front().live_chunks, schedule == "GPipe" ? micro_batches : 2);
+  const std::int64_t live = schedule == "GPipe" ? micro_batches : schedule == "1F1B" ? 2 : 4;
+  EXPECT_EQ(memory.ranks.front().live_chunks, live);
   EXPECT_LT(memory.ranks.front().activations.at(RecomputeMode::kFull),
             memory.ranks.front().activations.at(RecomputeMode::kNone));
   return memory.ranks.front().activations.at(RecomputeMode::kNone);
@@ -177,6 +178,9 @@ TEST(PipelineMemory, LiveMicroBatchesMultiplyWhatAStageKeeps) {
   const auto eight = activations_of("GPipe", 8);
   EXPECT_GT(six, four);
   EXPECT_NEAR(static_cast<double>(eight - six), static_cast<double>(six - four), 64);
+  EXPECT_NEAR(static_cast<double>(activations_of("Paired1F1B", 8)), static_cast<double>(four),
+              0.15 * static_cast<double>(six - four))
+      << "as many are live";
   const auto two_live = activations_of("1F1B", 4);
   EXPECT_NEAR(static_cast<double>(four - two_live), static_cast<double>(six - four),
               0.15 * static_cast<double>(six - four))

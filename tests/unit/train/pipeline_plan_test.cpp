@@ -253,6 +253,10 @@ TEST(PipelinePlan, TheHashIsOfWhatRanksAgreeOn) {
   one.config.pipeline.reshard = PipelineReshard::kMicroBatch;
   EXPECT_NE(hash(*one.resolve()), base);
   one = {};
+  one.config.pipeline.overlap = pipeline::Overlap::kOff;
+  EXPECT_EQ(one.resolve()->overlap, pipeline::Overlap::kOff);
+  EXPECT_NE(hash(*one.resolve()), base) << "ranks that take other turns would wait for each other";
+  one = {};
   one.batch.micro_batches = 5;
   EXPECT_NE(hash(*one.resolve()), base);
   one = {};

@@ -41,6 +41,8 @@ lr = 1
 betas = [0.8, 0.99]
 [lr_scheduler]
 decay = "Cosine"
+[pipeline]
+overlap = "All"
 [comm]
 master_port = 29500
 [debug]
@@ -61,6 +63,7 @@ seed = 7
   EXPECT_EQ(config.optimizer.lr, 1.0);
   EXPECT_EQ(config.optimizer.effective_weight_decay(), 0.0);
   EXPECT_EQ(config.lr_scheduler.decay, LrDecay::kCosine);
+  EXPECT_EQ(config.pipeline.overlap, pipeline::Overlap::kAll);
   EXPECT_EQ(config.comm.master_port, 29500);
   EXPECT_EQ(config.debug.seed, 7);
 }
@@ -209,6 +212,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadText{"[optimizer]\nbetas = [0.9]\n", "2:9: ", "expected a list of 2 numbers"},
         BadText{"[optimizer]\nbetas = [0.9, 1.0]\n", "2:9: ", "numbers from 0 to 1, 1 excluded"},
         BadText{"[optimizer]\nname = \"Lion\"\n", "2:8: ", "expected one of AdamW | SGD"},
+        BadText{"[pipeline]\noverlap = \"expert\"\n",
+                "2:11: ", "expected one of experts | all | off"},
+        BadText{"[pipeline]\noverlap = true\n", "2:11: ", "expected one of experts | all | off"},
         BadText{"[optimizer]\nmomentum = 1979-05-27\n", "2:12: ", "found a date"},
         BadText{"[optimizer.lr]\nx = 1\n", "1:1: ", "optimizer.lr: found {x = 1} (table)"},
         BadText{"[parallelism]\ndata_parallel_shard_degree = 0\n",
