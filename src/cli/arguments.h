@@ -100,7 +100,7 @@ struct ScheduleArguments {
   std::vector<int> exchanges;           ///< of a layer in F and in B; empty = none
   int layers = 1;                       ///< of a stage, which have the exchanges
   std::optional<double> exchange_cost;  ///< of one
-  PlannedMachine machine;  ///< for times of a configuration's costs
+  PlannedMachine machine;               ///< for times of a configuration's costs
   std::optional<std::string> csv;
   std::string csv_form = "compute_only";
   std::optional<std::string> svg;
