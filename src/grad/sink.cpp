@@ -298,6 +298,13 @@ void WeightGradStore::form(std::size_t place) {
   // Its inputs are given back before the next product is formed.
   const Owed owed = std::move(*at);
   owed_.erase(at);
+  if (const auto* hook = test_hooks::hands_in.get()) {
+    return (*hook)(sink_.contract(owed.ticket.slot()).name, [this, owed] { hand_in(owed); });
+  }
+  hand_in(owed);
+}
+
+void WeightGradStore::hand_in(const Owed& owed) {
   const auto here = owed.made_on ? comm::Stream::current(owed.made_on.device()) : comm::Stream();
   comm::order(owed.made_on, here, comm::EventSite::kDeferred);
   sink_.redeem(owed.ticket, owed.product);
@@ -305,9 +312,14 @@ void WeightGradStore::form(std::size_t place) {
   comm::order(here, owed.made_on, comm::EventSite::kDeferred);
 }
 
-void WeightGradStore::run() {
+void WeightGradStore::form_all() {
+  if (owed_.empty()) return;
   const at::NoGradGuard no_grad;
   while (!owed_.empty()) form(0);
+}
+
+void WeightGradStore::run() {
+  form_all();
   counted_ = 0;
 }
 

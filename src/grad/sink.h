@@ -131,6 +131,7 @@ struct WeightGradGroup {
 class Ticket {
  public:
   Ticket() = default;
+  SlotId slot() const { return promise_->slot; }  ///< of one that was promised
 
  private:
   friend class GradSink;
@@ -203,6 +204,10 @@ class GradSink {
   /// Where layers put off their weight gradients; null: they do not.
   WeightGradStore* store() const { return store_; }
   void set_store(WeightGradStore* store) { store_ = store; }
+  /// Where a backward that forms them leaves those that are to be formed while one of its exchanges
+  /// is under way; null: nowhere.
+  WeightGradStore* under_exchange() const { return under_exchange_; }
+  void set_under_exchange(WeightGradStore* store) { under_exchange_ = store; }
 
  private:
   struct Entry {
@@ -227,14 +232,15 @@ class GradSink {
   std::vector<Entry> slots_;
   std::vector<std::shared_ptr<Ticket::Promise>> open_;  // in the order of promise()
   WeightGradStore* store_ = nullptr;
+  WeightGradStore* under_exchange_ = nullptr;
 };
 
 /// Weight gradients that a backward leaves for later, so that the gradients of inputs, for which
 /// others wait, come first.
 ///
 /// What is put holds the inputs of its product (a layer's input and the gradient of its output)
-/// until run() forms it: that is the price. Tickets keep the units from being reduced before. One a
-/// model; threads as the sink. On a device a product is formed on the stream that is current then,
+/// until run() forms it: that is the price. Tickets keep the units from being reduced before. A
+/// model has two, this one and a shorter-lived one: GradSink::under_exchange(). Threads: as the sink. On a device a product is formed on the stream that is current then,
 /// behind the one that made its inputs. Source: zero-bubble schedules (arXiv 2401.10241), which split a
 /// backward in this way. Next: ../nn/linear.h.
 class WeightGradStore {
@@ -245,10 +251,13 @@ class WeightGradStore {
   void begin_micro_batch() { begin({-1, counted_++}); }
   /// The same of a schedule, whose own numbers these are.
   void begin(WeightGradGroup group) { group_ = group; }
+  WeightGradGroup group() const { return group_; }
   /// `made_on`: the stream of a device on which the inputs of the product were made.
   void put(SlotId slot, Product product, const comm::Stream& made_on = {});
   /// Forms what was put, oldest first, and hands it to the sink. Where a product throws, those
   /// after it stay owed.
+  void form_all();
+  /// The same, and counts micro-batches from 0 again.
   void run();
   /// The same of one group alone.
   void run(WeightGradGroup group);
@@ -264,6 +273,7 @@ class WeightGradStore {
     comm::Stream made_on;
   };
   void form(std::size_t place);  ///< in `owed_`
+  void hand_in(const Owed& owed);
 
   GradSink& sink_;
   std::deque<Owed> owed_;

@@ -5,7 +5,7 @@
 // per token in the order of the experts' numbers: the result of a token does not depend on who else
 // is in the batch. Every expert has a gradient, zeros where no token came. Short symbols: M tokens,
 // E experts, K experts a token, H hidden, I inner. Next: nn/grouped_linear.h,
-// expert_adapter.h, parallel/transitions.h.
+// expert_exchange.h, expert_adapter.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,11 +16,10 @@
 #include <vector>
 
 #include "moe/expert_adapter.h"
+#include "moe/expert_exchange.h"
 #include "moe/routing.h"
 #include "nn/grouped_linear.h"
 #include "parallel/axis.h"
-#include "parallel/collectives.h"
-#include "parallel/transitions.h"
 
 namespace tessera::moe {
 
@@ -77,7 +76,8 @@ struct ExpertOptions {
   parallel::Axis ep = {};
   std::string name = "experts";  ///< of the layer, in errors about collectives
   /// Called once, while rows travel to their experts (without `ep` at the same place): what a layer
-  /// computes beside its experts. Its backward runs while the rows' gradients travel back.
+  /// computes beside its experts. Its backward runs while the rows' gradients travel back, and so
+  /// do the products for the experts' own weights (grad::WeightGradient::kUnderExchange).
   std::function<void()> meanwhile = {};
 };
 
@@ -87,64 +87,5 @@ struct ExpertOptions {
 /// are not finite (check_finite), where they are read; else ScoreChecks has them.
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
-
-// Expert parallelism: rows travel to the ranks that own their experts, and back.
-//
-// Rank r of the axis owns experts r E/ep to (r + 1) E/ep - 1. Counts go first, an even all-to-all
-// of as many numbers as a rank has experts (and one more), on the tensors' device; what arrives is
-// read on the host with all else that it must know. Then the rows: they leave in the order of their
-// experts, arrive by source rank and expert, and are put in the order of the experts, rows of lower
-// ranks first. Nothing is added on the way, in either direction. A rank without tokens, or without
-// rows for its experts, takes part all the same, in backward too.
-//
-// On a device every read of a value is a wait for all that was started before, so a call of
-// experts() makes one (comm/host_read.h): how many rows go where, what other ranks send, and whether
-// scores are finite. Orders stay on the device. A profile has it as "tessera::host_read". Placement:
-// S(0) -> S(0).
-
-/// What is known of a call before anything is sent.
-struct DispatchOptions {
-  /// This rank's rows require a gradient; in a DispatchPlan: some rank's, so that all meet in
-  /// backward.
-  bool differentiable = false;
-  parallel::Axis axis = {};
-  std::string where = {};
-};
-
-/// Where the rows of one call go, and how they lie at their experts.
-struct DispatchPlan {
-  DispatchOptions options;
-  parallel::Splits splits;
-  /// [rows here] i64: by expert -> as they arrived. Undefined where a rank has one expert: the
-  /// orders are the same.
-  at::Tensor arrival_of_row;
-  at::Tensor row_of_arrival;  ///< its inverse
-  nn::RowGroups groups;       ///< of the own experts
-};
-
-/// indices [M, K] of all E experts -> [ranks, E / ranks + 1] i64 on their device: how many rows
-/// each rank sends to each expert of this one, and whether they require a gradient. Collective.
-/// Bytes a rank sends: (ranks - 1) (E / ranks + 1) x 8. Errors: kConfig where E does not divide.
-at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
-                           const DispatchOptions& options);
-
-/// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave, on
-/// the host. The result's tensors lie on `device`. Errors: kConfig where E does not divide.
-DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,
-                           const DispatchOptions& options, at::Device device);
-
-/// rows [own rows, H], by expert -> [rows of the own experts, H], by expert. Collective. Bytes a
-/// rank sends: its rows for other ranks.
-at::Tensor to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);
-
-/// The same in two halves.
-struct RowsToExperts {
-  parallel::MovingRows rows;
-  at::Tensor finish(const DispatchPlan& dispatch_plan);
-};
-RowsToExperts begin_to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);
-
-/// The way back. Collective.
-at::Tensor from_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan);
 
 }  // namespace tessera::moe

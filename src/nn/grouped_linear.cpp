@@ -20,7 +20,6 @@
 #include "base/threads/shapes_only.h"
 #include "comm/device.h"
 #include "comm/host_read.h"
-#include "nn/linear.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
 #include "tessera/wide_scope.h"
@@ -272,14 +271,20 @@ grad::Product sums_of_groups(const at::Tensor& grad, const at::Tensor& bias,
   return product;
 }
 
+/// What a call says beside its tensors.
+struct GroupedCall {
+  GroupLayout layout;
+  grad::WeightGradient when;
+};
+
 struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, GroupLayout layout,
+                            const std::optional<at::Tensor>& bias, const GroupedCall& call,
                             const RowGroups& groups) {
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
     const at::Tensor x = input.to(weight.scalar_type()).contiguous();
-    const at::Tensor matrices = in_out(weight, layout);
+    const at::Tensor matrices = in_out(weight, call.layout);
     const at::Tensor y = keep({x.size(0), matrices.size(2)}, [&] {
       const at::Tensor product = grouped_rows(x, matrices, groups, grouped_way(x, matrices));
       if (bias) add_bias(product, *bias, groups);
@@ -289,7 +294,8 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     // A frozen weight has no use for its input.
     ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight,
                             bias.value_or(at::Tensor()), groups.ends});
-    ctx->saved_data["layout"] = static_cast<std::int64_t>(layout);
+    ctx->saved_data["layout"] = static_cast<std::int64_t>(call.layout);
+    ctx->saved_data["when"] = static_cast<std::int64_t>(call.when);
     ctx->saved_data["begins"] = groups.begins;
     ctx->saved_data["input_dtype"] = input.scalar_type();
     return y.to(input.scalar_type());
@@ -309,11 +315,13 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     if (ctx->needs_input_grad(1)) {
       const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
       const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
-      result[1] = weight_gradient(weight, outer_of_groups(left, right, groups));
+      result[1] =
+          grad::weight_gradient(weight, outer_of_groups(left, right, groups),
+                                static_cast<grad::WeightGradient>(ctx->saved_data["when"].toInt()));
     }
     // Edges are counted over tensors: there is none for a bias that is not there.
     if (bias.defined() && ctx->needs_input_grad(2)) {
-      result[2] = weight_gradient(bias, sums_of_groups(grad, bias, groups));
+      result[2] = grad::weight_gradient(bias, sums_of_groups(grad, bias, groups));
     }
     // Last: on a device the weight's product is memory of its own, which is free again by now.
     if (ctx->needs_input_grad(0)) {
@@ -378,7 +386,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
   check_sizes(x, weights, groups);
   return GroupedLinearFunction::apply(
       x, weights.weight, weights.bias.defined() ? std::make_optional(weights.bias) : std::nullopt,
-      weights.layout, groups);
+      GroupedCall{weights.layout, weights.when}, groups);
 }
 
 at::Tensor grouped_linear_composite(const at::Tensor& x, const GroupedWeights& weights,

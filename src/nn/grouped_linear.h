@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "grad/weight_gradient.h"
+
 namespace tessera::nn {
 
 /// Rows [begin[e], begin[e + 1]) belong to group e: E + 1 numbers from 0 to M.
@@ -63,6 +65,8 @@ struct GroupedWeights {
   at::Tensor weight;
   at::Tensor bias = {};  ///< [E, N], undefined: none
   GroupLayout layout = GroupLayout::kOutIn;
+  grad::WeightGradient when =
+      grad::WeightGradient::kMayWait;  ///< of the weight; a bias' sum is too small
 };
 
 /// x [M, K] -> [M, N]; rows of group e are multiplied by its matrix, then its bias is added. The

@@ -28,7 +28,7 @@ using torch::autograd::variable_list;
 /// What a call says beside its tensors.
 struct LinearCall {
   at::ScalarType compute;
-  WeightGradient when;
+  grad::WeightGradient when;
 };
 
 /// grad^T x, of a weight.
@@ -67,7 +67,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     // A frozen weight has no use for its input.
     ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
     ctx->saved_data["compute"] = compute;
-    ctx->saved_data["at_once"] = call.when == WeightGradient::kAtOnce;
+    ctx->saved_data["at_once"] = call.when == grad::WeightGradient::kAtOnce;
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["input_dtype"] = input.scalar_type();
     ctx->saved_data["input_shape"] = input.sizes();
@@ -92,9 +92,10 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                       .view(ctx->saved_data["input_shape"].toIntVector());
     }
     if (ctx->needs_input_grad(1)) {
-      result[1] = weight_gradient(
-          weight, weight_product(grad, x),
-          ctx->saved_data["at_once"].toBool() ? WeightGradient::kAtOnce : WeightGradient::kMayWait);
+      result[1] = grad::weight_gradient(weight, weight_product(grad, x),
+                                        ctx->saved_data["at_once"].toBool()
+                                            ? grad::WeightGradient::kAtOnce
+                                            : grad::WeightGradient::kMayWait);
     }
     // Edges are counted over tensors: there is none for a bias that is not there. Its sum is too
     // small to be put off.
@@ -105,24 +106,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
 }  // namespace
 
-at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
-                           WeightGradient when) {
-  const auto leaf = grad::find_leaf(parameter);
-  if (!leaf || leaf->sink == nullptr) return product.formed();
-  if (auto* store = leaf->sink->store(); store != nullptr && when == WeightGradient::kMayWait) {
-    store->put(leaf->slot, std::move(product), comm::Stream::current(parameter.device()));
-    return {};
-  }
-  if (!grad::arrives_alone(*leaf)) return product.formed();
-  if (leaf->sink->write(leaf->slot, product, grad::Source::kEager)) return {};
-  if (parameter.is_cpu()) return product.formed();
-  // On a device, which has less memory: given back before the node makes anything else.
-  leaf->sink->accept(leaf->slot, product.formed(), grad::Source::kEager);
-  return {};
-}
-
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                  std::optional<at::ScalarType> compute, WeightGradient when) {
+                  std::optional<at::ScalarType> compute, grad::WeightGradient when) {
   return LinearFunction::apply(x, weight, bias.defined() ? std::make_optional(bias) : std::nullopt,
                                LinearCall{compute.value_or(weight.scalar_type()), when});
 }

@@ -1,11 +1,7 @@
 // Linear: x W^T + b, computed in the weight's dtype, returned in the input's; with an adapter its
 // part is added. Where ranks share it, sizes are those of one rank.
 //
-// The gradient of a layer's parameter is formed in the backward, or put off where the model defers
-// weight gradients (ShardedBase::set_defer_weight_gradients, Backward::kInputOnly,
-// ../grad/sink.h). Either way it reaches the parameter's slot through the sink. What is no leaf of a
-// sharded model (a cast weight, a plain module) has its gradient at once; so has a head's. Where it
-// is the slot's first and has its dtype, the product is written there.
+// ../grad/weight_gradient.h says when the gradient of its weight is formed; a head's is at once.
 //
 // An adapter is y + scale * B(A(dropout(x))), two thin matrices beside a frozen one. The product is
 // computed in the adapter's dtype and the sum rounded once to the layer's result dtype, as peft
@@ -28,8 +24,7 @@
 #include <vector>
 
 #include "base/random.h"
-#include "grad/leaf.h"
-#include "grad/sink.h"
+#include "grad/weight_gradient.h"
 #include "nn/parameter.h"
 #include "nn/tensor_region.h"
 
@@ -63,25 +58,11 @@ DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place);
 at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
                            at::ScalarType dtype, at::Device device = at::kCPU);
 
-/// When a backward that puts weight gradients off forms this one.
-enum class WeightGradient : std::uint8_t {
-  kMayWait,
-  /// At once: what is held for it until then (of a projection to the vocabulary, the gradient of
-  /// all logits) is larger than what anybody waits less for.
-  kAtOnce,
-};
-
 /// x [..., K], weight [N, K], bias [N] or undefined -> [..., N] in x's dtype. Computed in `compute`
 /// (none: the weight's dtype), which raw gradients have, too: nothing rounds them before the sink.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {},
                   std::optional<at::ScalarType> compute = std::nullopt,
-                  WeightGradient when = WeightGradient::kMayWait);
-
-/// In a backward: the raw gradient of `parameter`, or undefined where it comes, or has come,
-/// another way: put off, written into its slot ([Note: direct slots]), or, on a device, added there
-/// from memory that is free again. The backward returns that, and nothing arrives twice.
-at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
-                           WeightGradient when = WeightGradient::kMayWait);
+                  grad::WeightGradient when = grad::WeightGradient::kMayWait);
 
 enum class Bias : std::uint8_t { kNo, kYes };
 
@@ -121,7 +102,7 @@ class Linear : public PlacedModule {
   at::Tensor whole_weight(at::ScalarType dtype) const;
 
   /// For a head: the gradient of its weight (not of an adapter's) is never put off.
-  void form_weight_gradient_at_once() { when_ = WeightGradient::kAtOnce; }
+  void form_weight_gradient_at_once() { when_ = grad::WeightGradient::kAtOnce; }
 
   /// Adds the parameters lora_A.weight [rank, in] and lora_B.weight [out, rank], before sharding.
   void add_adapter(const LoraOptions& options);
@@ -133,7 +114,7 @@ class Linear : public PlacedModule {
   at::Tensor with_adapter(const at::Tensor& y, const at::Tensor& x) const;
 
   LinearPlacement placement_;
-  WeightGradient when_ = WeightGradient::kMayWait;
+  grad::WeightGradient when_ = grad::WeightGradient::kMayWait;
   std::shared_ptr<Linear> lora_a_, lora_b_;  // null without an adapter; hold parameters only
   LoraOptions lora_;
 };

@@ -2,6 +2,7 @@
 // waits. Between the two nobody may read what arrives.
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -36,7 +37,8 @@ struct AllToAll : Transition {
 /// The exchange that is under way in one direction, which both nodes share.
 class UnderWay : public torch::CustomClassHolder {
  public:
-  explicit UnderWay(c10::intrusive_ptr<AllToAll> transition) : of_(std::move(transition)) {}
+  UnderWay(c10::intrusive_ptr<AllToAll> transition, std::function<void()> meanwhile_back)
+      : of_(std::move(transition)), meanwhile_back_(std::move(meanwhile_back)) {}
 
   at::Tensor begin(Direction direction, const at::Tensor& given) {
     const bool is_forward = direction == Direction::kForward;
@@ -47,6 +49,7 @@ class UnderWay : public torch::CustomClassHolder {
   }
   at::Tensor finish(Direction direction) {
     TESSERA_INVARIANT(rows_, of_->where, ": rows that nobody has sent");
+    if (direction == Direction::kBackward && meanwhile_back_) meanwhile_back_();
     rows_->finish();
     const at::Tensor arrived = std::exchange(rows_, nullptr)->arriving();
     note_transition(*of_, direction, std::exchange(given_, at::Tensor()), arrived);
@@ -55,6 +58,7 @@ class UnderWay : public torch::CustomClassHolder {
 
  private:
   const c10::intrusive_ptr<AllToAll> of_;
+  const std::function<void()> meanwhile_back_;
   std::unique_ptr<RowsUnderWay> rows_;
   at::Tensor given_;
 };
@@ -101,7 +105,7 @@ at::Tensor MovingRows::finish() {
 }
 
 MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                            const std::string& where) {
+                            const std::string& where, std::function<void()> meanwhile_back) {
   MovingRows moving;
   if (axis.alone()) {
     moving.arriving_ = rows;
@@ -114,7 +118,8 @@ MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Spli
     moving.arriving_ = apply_transition(rows, std::move(transition));
     return moving;
   }
-  const auto under_way = c10::make_intrusive<UnderWay>(std::move(transition));
+  const auto under_way =
+      c10::make_intrusive<UnderWay>(std::move(transition), std::move(meanwhile_back));
   moving.arriving_ = BeginFunction::apply(rows, under_way);
   moving.under_way_ = under_way;
   return moving;

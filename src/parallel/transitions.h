@@ -33,6 +33,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <functional>
 #include <string>
 
 #include "parallel/axis.h"
@@ -77,13 +78,16 @@ class MovingRows {
 
  private:
   friend MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                                     const std::string& where);
+                                     const std::string& where,
+                                     std::function<void()> meanwhile_back);
   at::Tensor arriving_;
   c10::intrusive_ptr<torch::CustomClassHolder> under_way_;  ///< null: arriving_ is there
 };
-/// S(0) -> S(0): rows to other ranks, in rank order, issued here.
+/// S(0) -> S(0): rows to other ranks, in rank order, issued here. `meanwhile_back` is called in each
+/// backward while the rows' gradients travel back: behind the backward of what was computed until
+/// finish(), and before they are waited for.
 MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
-                            const std::string& where);
+                            const std::string& where, std::function<void()> meanwhile_back = {});
 /// Both ends at once.
 at::Tensor all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
                       const std::string& where);

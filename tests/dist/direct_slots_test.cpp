@@ -223,7 +223,7 @@ struct TakesAnotherWay : torch::autograd::Function<TakesAnotherWay> {
                                     }};
     variable_list result(3);
     try {
-      result[1] = nn::weight_gradient(saved[1], product);
+      result[1] = grad::weight_gradient(saved[1], product);
     } catch (const std::runtime_error&) {
       result[1] = product.formed();
     }

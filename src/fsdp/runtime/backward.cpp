@@ -95,6 +95,7 @@ void Runtime::begin_backward(const Entry* first) {
   const auto step = step_;
   if (step == nullptr) {
     store_.begin_micro_batch();
+    under_exchange_.begin(store_.group());
     begin_sums();
   }
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
@@ -227,6 +228,7 @@ void Runtime::pre_backward(Entry& entry) {
 
 void Runtime::post_backward(Entry& entry) {
   begin_backward();
+  under_exchange_.form_all();  // what no exchange came to, before any reduction that follows
   spans_.backward_ends(&entry);
   entry.owed.reset();
   if (const auto step = step_) {
@@ -272,6 +274,7 @@ bool Runtime::any_rank_owes() {
 
 void Runtime::end_backward() {
   try {
+    under_exchange_.form_all();
     if (const auto step = step_) {
       step->end_backward();
       return leave_shards();

@@ -354,6 +354,7 @@ void Runtime::reset() {
   reducer_.drop_all();
   sink_.drop_tickets();
   store_.drop();
+  under_exchange_.drop();
   for (auto* unit : units_) {
     unit->abandon_gather();
     unit->progress_ = {};

@@ -20,7 +20,9 @@ Runtime::Runtime(Mesh mesh, std::optional<std::int64_t> in_flight_bytes)
     : groups_(std::move(mesh)),
       pool_(std::make_shared<comm::BufferPool>(world().device())),
       reducer_(in_flight_bytes, device()),
-      recoveries_(world().recoveries()) {}
+      recoveries_(world().recoveries()) {
+  sink_.set_under_exchange(&under_exchange_);
+}
 
 Runtime::~Runtime() = default;
 

@@ -19,7 +19,8 @@
 // ran, an identity node at a grad-requiring input of its forward (call.cpp), or when
 // backward has come to anything that was made before: autograd takes nodes in reverse of their
 // making. So the agreed list says after which place a unit is reduced. Deferred gradients hold
-// tickets: while gradients are deferred at all, every unit is reduced once no rank owes any.
+// tickets: while gradients are deferred at all, every unit is reduced once no rank owes any. Those
+// that a backward leaves for one of its exchanges are formed before the next marker has run.
 //
 // [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived:
 // with a frozen base and adapters all gradients arrive before the base weight's last use.
@@ -173,6 +174,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool is_under_way() const { return in_backward_ || forwards_.is_open(); }
   Forwards& forwards() { return forwards_; }
   grad::WeightGradStore& store() { return store_; }
+  grad::WeightGradStore& under_exchange() { return under_exchange_; }
   comm::Turns& turns();
   /// Says once on rank 0 why forwards do not run beside backwards.
   void warn_of_no_pairs(const std::string& why);
@@ -342,6 +344,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool gives_gradients_back_ = false;
   grad::GradSink sink_;
   grad::WeightGradStore store_{sink_};
+  grad::WeightGradStore under_exchange_{sink_};
   std::vector<Unit*> units_;
   std::vector<std::shared_ptr<Unit>> orphans_;  // without a handle, while others have one
   bool agreed_ = false;

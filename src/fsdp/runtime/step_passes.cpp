@@ -244,8 +244,10 @@ void OpenStep::plan_backward(const Entry* first) {
     if (record.reached.empty()) leave_record("one", "none");
     follow(backward_, &MicroBatchPlan::backward);
   }
+  const grad::WeightGradGroup group{backward_.action.stage, backward_.action.micro_batch};
+  runtime_.under_exchange().begin(group);
   if (backward_.action.backward == Backward::kInputOnly) {
-    runtime_.store().begin({backward_.action.stage, backward_.action.micro_batch});
+    runtime_.store().begin(group);
     runtime_.sink().set_store(&runtime_.store());
   }
 }
