@@ -99,6 +99,9 @@ struct PipelineOptions {
   StepReshard reshard = StepReshard::kStep;
   /// Gradients are reduced after each micro-batch, not once a step: less memory, more is sent.
   bool sync_every_micro_batch = false;
+  /// A forward beside a backward of the schedule (DualPipeV, Paired1F1B): StepScope::run_pair().
+  /// Else one runs after the other.
+  bool overlap = true;
 };
 
 /// One pipeline over the axis "pp" of a mesh, and what runs it. Ranks that differ on other axes

@@ -8,6 +8,7 @@
 
 #include "base/first_derivative.h"
 #include "base/test_hooks.h"
+#include "comm/turns.h"
 #include "grad/region.h"
 #include "parallel/transition.h"
 #include "parallel/transition_watch.h"
@@ -49,7 +50,11 @@ class UnderWay : public torch::CustomClassHolder {
   }
   at::Tensor finish(Direction direction) {
     TESSERA_INVARIANT(rows_, of_->where, ": rows that nobody has sent");
-    if (direction == Direction::kBackward && meanwhile_back_) meanwhile_back_();
+    if (direction == Direction::kBackward && meanwhile_back_) {
+      // A turn of its own, taken whether there is something to do or not: every rank takes as many.
+      if (of_->axis.gives_turn) comm::Turns::pass();
+      meanwhile_back_();
+    }
     rows_->finish();
     const at::Tensor arrived = std::exchange(rows_, nullptr)->arriving();
     note_transition(*of_, direction, std::exchange(given_, at::Tensor()), arrived);

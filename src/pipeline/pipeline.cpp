@@ -161,7 +161,10 @@ struct Pipeline::Impl {
     scoped.schedule = concat("pipeline ", program.hash(), ", stages set ", times_set, " times");
     scoped.stages = static_cast<int>(stages.size());
     StepScope scope(*root, scoped);
-    return runner->run(program, pointers, {&scope, options.sync_every_micro_batch});
+    return runner->run(program, pointers,
+                       {.scope = &scope,
+                        .reduce_every = options.sync_every_micro_batch,
+                        .overlap = options.overlap});
   }
 
   Mesh mesh;

@@ -59,7 +59,9 @@ models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, con
   const DTypeChoice& sums = config.precision.activation_reduce_dtype;
   models::ModelAxes axes;
   axes.degrees = dims;
-  axes.tensor = nn::TensorRegion(activations(mesh, axis::kTensor, sums), axes.degrees.sequence);
+  auto tensor = activations(mesh, axis::kTensor, sums);
+  tensor.gives_turn = pipeline != nullptr && pipeline->overlap == pipeline::Overlap::kAll;
+  axes.tensor = nn::TensorRegion(std::move(tensor), axes.degrees.sequence);
   if (dims.ep > 1) axes.experts = activations(mesh, axis::kExpert, sums);
   if (config.model.score_before_experts) axes.score = moe::Score::kBeforeExperts;
   if (pipeline != nullptr) {

@@ -282,7 +282,9 @@ std::vector<Found> PipelineOfRun::forward_backward(const StepOfStages& step) {
   options.stages = static_cast<int>(parts_->stages.size());
   StepScope scope(parts_->model, options);
   parts_->runner.run(parts_->training, parts_->begin(step, Wanted::kLoss),
-                     {&scope, options.sync_every_micro_batch});
+                     {.scope = &scope,
+                      .reduce_every = options.sync_every_micro_batch,
+                      .overlap = plan_.overlap != pipeline::Overlap::kOff});
   return found();
 }
 
