@@ -34,7 +34,9 @@ struct Case {
   PipelineBatch batch = {.micro_batches = 4, .row_tokens = 10};
 
   std::optional<PipelinePlan> resolve() const {
-    return resolve_pipeline(config, dims, spec, models::describe(spec), batch);
+    Config of_ranks = config;
+    of_ranks.parallelism.pipeline_parallel_degree = dims.pp;
+    return resolve_pipeline(of_ranks, dims, spec, models::describe(spec), batch);
   }
   std::string error() const {
     return error_of(ErrorKind::kConfig, [&] { resolve(); });
