@@ -55,8 +55,8 @@ struct Label {
   /// Runtime controls that differ from their defaults, in words: ranks that set them differently
   /// find out here.
   std::string controls = {};
-  /// Of activations, whose unit is the layer's name for the exchange: exchanges of one name meet in
-  /// the same pass of the same stage alone.
+  /// The pass and the stage of a collective of activations, whose unit is the layer's name for it:
+  /// all layers have the same.
   ActivationPass activations = ActivationPass::kNone;
   int stage = UnitHere::kNoStage;  ///< of this rank
   // For reports, not compared:

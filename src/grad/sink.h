@@ -240,9 +240,10 @@ class GradSink {
 ///
 /// What is put holds the inputs of its product (a layer's input and the gradient of its output)
 /// until run() forms it: that is the price. Tickets keep the units from being reduced before. A
-/// model has two, this one and a shorter-lived one: GradSink::under_exchange(). Threads: as the sink. On a device a product is formed on the stream that is current then,
-/// behind the one that made its inputs. Source: zero-bubble schedules (arXiv 2401.10241), which split a
-/// backward in this way. Next: ../nn/linear.h.
+/// model has two of them: what waits for run_weight_gradients(), and GradSink::under_exchange(),
+/// which a backward fills and empties. Threads as the sink. On a device a product is formed on the
+/// stream that is current then, behind the one that made its inputs. Source: zero-bubble schedules
+/// (arXiv 2401.10241), which split a backward in this way. Next: ../nn/linear.h.
 class WeightGradStore {
  public:
   explicit WeightGradStore(GradSink& sink) : sink_(sink) {}

@@ -1,8 +1,8 @@
 // When the gradient of a layer's weight is formed, and how it reaches its slot.
 //
 // It is formed in the backward, or put off where the model defers weight gradients
-// (ShardedBase::set_defer_weight_gradients, Backward::kInputOnly, sink.h), or put off as far
-// as an exchange of the same backward, whose time it fills. Either way it reaches the parameter's
+// (ShardedBase::set_defer_weight_gradients, Backward::kInputOnly, sink.h), or put off until an
+// exchange of the same backward is under way, whose time it fills. Either way it reaches the parameter's
 // slot through the sink. What is no leaf of a sharded model (a cast weight, a plain module) has its
 // gradient at once. Where it is the slot's first and has its dtype, the product is written there.
 // Next: ../nn/linear.h.
@@ -22,9 +22,9 @@ enum class WeightGradient : std::uint8_t {
   /// At once: what is held for it until then (of a projection to the vocabulary, the gradient of
   /// all logits) is larger than what anybody waits less for.
   kAtOnce,
-  /// As kMayWait; else while an exchange of this backward is under way, whose node calls
-  /// form_under_exchange(). Inputs of the product live until then, and it is one addend of the
-  /// parameter in this micro-batch as before, so no bit changes.
+  /// As kMayWait; in a backward that forms it, while an exchange is under way whose node calls
+  /// form_under_exchange(). What the product reads lives until then. It stays the one addend of its
+  /// parameter in this micro-batch, so no bit changes.
   kUnderExchange,
 };
 
@@ -35,8 +35,8 @@ at::Tensor weight_gradient(const at::Tensor& parameter, Product product,
                            WeightGradient when = WeightGradient::kMayWait);
 
 /// In a backward, between issue and wait of an exchange: forms what layers of the parameter's model
-/// have put off until one, oldest first. What no exchange comes to is formed before the reduction
-/// of its unit, at the latest at the unit's marker or the backward's end.
+/// have put off until then, oldest first. What no exchange comes to is formed at the next unit's
+/// marker, or at the end of the backward: before its unit is reduced.
 void form_under_exchange(const at::Tensor& parameter);
 
 }  // namespace tessera::grad

@@ -342,7 +342,7 @@ at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,
                  weights.down_adapter, groups);
 }
 
-/// On the ranks of options.ep.
+/// Computes each row on the rank of options.ep that has its expert.
 at::Tensor compute_there(const at::Tensor& rows, const ExpertWeights& weights,
                          const DispatchPlan& dispatch_plan, const ExpertOptions& options) {
   RowsToExperts leaving =

@@ -65,8 +65,8 @@ struct GroupedWeights {
   at::Tensor weight;
   at::Tensor bias = {};  ///< [E, N], undefined: none
   GroupLayout layout = GroupLayout::kOutIn;
-  grad::WeightGradient when =
-      grad::WeightGradient::kMayWait;  ///< of the weight; a bias' sum is too small
+  /// When the weight's gradient is formed. A bias' sum is too small to fill an exchange.
+  grad::WeightGradient when = grad::WeightGradient::kMayWait;
 };
 
 /// x [M, K] -> [M, N]; rows of group e are multiplied by its matrix, then its bias is added. The

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "base/test_hooks.h"
+#include "base/trace.h"
 #include "dist/cut_modules.h"
 #include "dist/held_bytes.h"
 #include "fsdp/runtime/runtime.h"
@@ -281,6 +282,25 @@ TEST(WeightsUnderExchangeOrder, BetweenIssueAndWaitOldestFirstAndBehindTheShared
                             "issue experts dispatch backward", "shared", "form layer1.down",
                             "form layer1.gate_up", "have experts dispatch backward",
                             "issue experts combine backward", "have experts combine backward"));
+  });
+}
+
+TEST(WeightsUnderExchangeOrder, ATraceShowsThemWithinTheExchange) {
+  ranks(2).run([](World& world) {
+    auto model = sharded(world);
+    const at::Tensor loss = squares(model.forward(tokens_of(world.rank(), 0)));
+    const auto trace = std::make_shared<Trace>();
+    {
+      const TraceHere traced(trace);
+      backward(loss);
+    }
+    const auto spans = trace->take();
+    const auto exchange = std::ranges::find(spans, "experts dispatch backward", &TraceSpan::name);
+    const auto products =
+        std::ranges::find(spans, "weight gradients under an exchange", &TraceSpan::name);
+    ASSERT_TRUE(exchange != spans.end() && products != spans.end());
+    EXPECT_LT(exchange->begin, products->begin);
+    EXPECT_LE(products->end, exchange->end);
   });
 }
 
