@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/hash.h"
+#include "base/pass_local.h"
 #include "base/philox.h"
 #include "tessera/error.h"
 

@@ -113,7 +113,9 @@ void expect_in_turn(Turns& turns, const DrawnSide& first, const DrawnSide& secon
   EXPECT_EQ(found.ended, ended);
   EXPECT_EQ(found.alive, 0);
   EXPECT_FALSE(Turns::under_way());
-  if (error.empty()) EXPECT_EQ(counts, (Turns::Counts{first.passes, second.passes}));
+  if (error.empty()) {
+    EXPECT_EQ(counts, (Turns::Counts{first.passes, second.passes}));
+  }
 }
 
 TEST(Turns, OrderFollowsFromCountsAloneAlsoWhenOneEndsEarly) {
@@ -253,6 +255,8 @@ struct OfACall {
   const char* name;
   std::function<std::shared_ptr<void>()> open;
   std::function<bool()> is_open;
+
+  friend std::ostream& operator<<(std::ostream& out, const OfACall& one) { return out << one.name; }
 };
 
 template <class Scope, class... Args>
@@ -406,7 +410,7 @@ TEST(PassLocal, ValuesOfDrawnProgramsAreOfTheirPass) {
     const auto writes = [&](std::uint64_t mine, std::size_t pass) {
       return [&random, given, mine, pass] {
         EXPECT_EQ(Value::here(), given);
-        for (unsigned turn = random() % 10; turn > 0; --turn) {
+        for (auto turn = random() % 10; turn > 0; --turn) {
           Value::here() = mine + turn;
           Turns::pass();
           EXPECT_EQ(Value::here(), mine + turn);
@@ -422,22 +426,24 @@ TEST(PassLocal, ValuesOfDrawnProgramsAreOfTheirPass) {
   Value::here() = 0;
 }
 
-TEST(PassLocal, EachPassIsInItsOwnUnitAndMicroBatch) {
+TEST(PassLocal, EachPassIsInItsOwnUnitStageAndMicroBatch) {
   Turns turns;
-  const auto in_unit = [](std::string name, std::uint32_t micro_batch) {
-    return [name = std::move(name), micro_batch] {
+  const auto in_unit = [](std::string name, int stage, std::uint32_t micro_batch) {
+    return [name = std::move(name), stage, micro_batch] {
       for (int layer = 0; layer < 3; ++layer) {
         const std::string unit = concat(name, layer);
         UnitHere::enter(unit);
-        UnitHere::enter(micro_batch);
+        UnitHere::enter(stage, micro_batch);
         Turns::pass();
         EXPECT_EQ(UnitHere::unit(), unit);
+        EXPECT_EQ(UnitHere::stage(), stage);
         EXPECT_EQ(UnitHere::micro_batch(), micro_batch);
       }
       UnitHere::enter(std::string_view());
+      UnitHere::leave_step();
     };
   };
-  turns.run(in_unit("a.layers.", 5), in_unit("b.layers.", 3));
+  turns.run(in_unit("a.layers.", 0, 5), in_unit("b.layers.", 1, 3));
   EXPECT_EQ(UnitHere::unit(), "");
 }
 
@@ -526,7 +532,7 @@ TEST(TurnsOfAutograd, AnErrorInsideOfABackwardLeavesTheNextOneWhole) {
 }
 
 TEST(TurnsOfAutograd, TwoBackwardsAtOnceAreRefused) {
-  const Model model(3, 5), other(3, 6);
+  const Model model(6, 5), other(2, 6);
   Turns turns;
   for (const bool forward_is_first : {true, false}) {
     const at::Tensor loss = model.loss(0);

@@ -220,7 +220,7 @@ TEST(TurnsOfCheckpoints, ARecomputingBackwardBesideAForwardGivesTheBitsOfInTurn)
       for (const auto& weight : paired.weights) found.push_back(weight.grad());
       for (std::size_t i = 0; i < expected.size(); ++i) {
         EXPECT_TRUE(at::equal(expected[i], found[i]))
-            << to_string(mode) << ' ' << casts << ' ' << i;
+            << static_cast<int>(mode) << ' ' << casts << ' ' << i;
       }
     }
   }
