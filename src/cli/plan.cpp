@@ -85,13 +85,13 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   apply(arguments.overrides, config);
   take_device(arguments.machine, config);
   const int stages = config.parallelism.pipeline_parallel_degree;
-  TESSERA_CHECK(!train::has_schedule(config), ErrorKind::kConfig,
-                stages > 1 ? "parallelism.pipeline_parallel_degree: found "
-                           : "pipeline.schedule: found ",
-                stages > 1 ? concat(stages, ", expected 1")
-                           : concat(config.pipeline.schedule, ", expected none on one rank"),
-                ": the steps of a pipeline have the plan of its schedule; tessera "
-                "schedule draws that, and inspect --contract has its memory");
+  TESSERA_CHECK(
+      !train::has_schedule(config), ErrorKind::kConfig,
+      stages > 1 ? "parallelism.pipeline_parallel_degree: found " : "pipeline.schedule: found ",
+      stages > 1 ? concat(stages, ", expected 1")
+                 : concat(config.pipeline.schedule, ", expected none on one rank"),
+      ": the steps of a pipeline have the plan of its schedule; tessera "
+      "schedule draws that, and inspect --contract has its memory");
   auto& mode = config.compile.mode;
   step.is_off = mode == train::CompileChoice::kOff;
   if (step.is_off) mode = train::CompileChoice::kPlan;

@@ -20,7 +20,8 @@
 namespace tessera::golden::overlap_test {
 namespace {
 
-void run(const char* folder, const char* kind, int pp, const Degrees& beside, bool bf16, RecomputeMode mode, bool micro) {
+void run(const char* folder, const char* kind, int pp, const Degrees& beside, bool bf16,
+         RecomputeMode mode, bool micro) {
   SCOPED_TRACE(concat(folder, kind, pp, to_string(beside), bf16, static_cast<int>(mode), micro));
   constexpr int kSteps = 3;
   std::atomic<int> in_pairs = 0;
@@ -46,7 +47,8 @@ void run(const char* folder, const char* kind, int pp, const Degrees& beside, bo
   EXPECT_GT(in_pairs, 0);
   std::cerr << "in pairs " << in_pairs << "\n";
   EXPECT_EQ(found.losses, expected.losses);
-  for (std::size_t i = 0; i < found.norms.size(); ++i) EXPECT_NEAR(found.norms[i], expected.norms[i], 1e-6);
+  for (std::size_t i = 0; i < found.norms.size(); ++i)
+    EXPECT_NEAR(found.norms[i], expected.norms[i], 1e-6);
   expect_same_bits(found.parameters.at(kSteps), expected.parameters.at(kSteps));
 }
 

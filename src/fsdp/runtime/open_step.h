@@ -193,6 +193,8 @@ class OpenStep {
   // step_passes.cpp
   [[noreturn]] void fail(ErrorKind kind, const std::string& message);
   [[noreturn]] void leave_record(const std::string& found, const std::string& expected);
+  [[noreturn]] void leave_record_in(const std::string& action, const std::string& found,
+                                    const std::string& expected, const char* what_mends);
   std::string name_of(const std::vector<Trace>& parts, std::size_t part,
                       std::size_t position) const;
   bool stays(const Unit& unit) const;

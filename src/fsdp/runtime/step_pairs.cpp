@@ -85,10 +85,8 @@ void OpenStep::count_turns(const UnderWay& under, std::optional<std::int64_t>& r
 
 void OpenStep::require_turns(const std::string& of, std::int64_t found, std::int64_t expected) {
   if (found == expected) return;
-  fail(ErrorKind::kComm,
-       concat("rank ", runtime_.world().rank(), ", ", of, ": found ", found, " turns, expected ",
-              expected, " as in the first step of the schedule '", options_.schedule,
-              "'; run the same exchanges in every step of it, or set pipeline.overlap to \"off\""));
+  leave_record_in(of, concat(found, " turns"), concat(expected),
+                  "exchanges in every step of it, or set pipeline.overlap to \"off\"");
 }
 
 }  // namespace tessera::fsdp

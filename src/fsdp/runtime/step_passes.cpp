@@ -30,11 +30,15 @@ void OpenStep::fail(ErrorKind kind, const std::string& message) {
 }
 
 void OpenStep::leave_record(const std::string& found, const std::string& expected) {
-  fail(ErrorKind::kComm,
-       concat("rank ", runtime_.world().rank(), ", ", action_in_words(), ": found ", found,
-              ", expected ", expected, " as in the first step of the schedule '", options_.schedule,
-              "'; run the same units in every step of it, or open the StepScope with another "
-              "schedule"));
+  leave_record_in(action_in_words(), found, expected,
+                  "units in every step of it, or open the StepScope with another schedule");
+}
+
+void OpenStep::leave_record_in(const std::string& action, const std::string& found,
+                               const std::string& expected, const char* what_mends) {
+  fail(ErrorKind::kComm, concat("rank ", runtime_.world().rank(), ", ", action, ": found ", found,
+                                ", expected ", expected, " as in the first step of the schedule '",
+                                options_.schedule, "'; run the same ", what_mends));
 }
 
 std::string OpenStep::name_of(const std::vector<Trace>& parts, std::size_t part,

@@ -170,8 +170,8 @@ std::optional<PipelinePlan> resolve_pipeline(const Config& config, const Paralle
   }
   plan.split = split_of(asked.split, costs, plan.schedule);
   plan.costs = stage_costs(plan.split, costs);
-  plan.reshard = asked.reshard.value_or(dims.pp == 1 ? PipelineReshard::kMicroBatch
-                                                     : PipelineReshard::kStep);
+  plan.reshard =
+      asked.reshard.value_or(dims.pp == 1 ? PipelineReshard::kMicroBatch : PipelineReshard::kStep);
   plan.overlap = asked.overlap;
   plan.remarks = std::move(found.remarks);
   return plan;
