@@ -32,6 +32,7 @@ OF_A_RANK = {
         "t_drew": "counts them, in steps that record, where no pass is beside another",
     },
     "src/grad/leaf.cpp": {"counted": "of the graph task under way, counted again where that is another"},
+    "src/parallel/collectives.cpp": {"t_times": "adds up what the rank's exchanges take, of both passes"},
     "src/train/report/profile.cpp": {"t_times": "times the rank; it keeps a stack of calls for each pass"},
 }
 HOOK = "ThreadHook"  # base/test_hooks.h: what a test sets for its rank

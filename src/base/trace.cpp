@@ -22,6 +22,8 @@ std::string_view to_string(TraceRow row) {
       return "compute";
     case TraceRow::kWaits:
       return "waits";
+    case TraceRow::kTurns:
+      return "turns";
     case TraceRow::kActivations:
       return "activations";
     case TraceRow::kMessages:

@@ -28,7 +28,8 @@ enum class TraceRow : std::uint8_t {
   kSlots,        ///< of a pipeline's schedule
   kCompute,      ///< the step, forward and backward of each unit
   kWaits,        ///< the rank's own thread waits for others
-  kActivations,  ///< activations between ranks of tp and ep, waited for where they are needed
+  kTurns,        ///< the pieces of a forward and a backward that run under each other
+  kActivations,  ///< activations between ranks of tp and ep, from their issue to the end of the wait
   kMessages,     ///< between stages of a pipeline, from the sender's slot to their arrival
   kGathers,      ///< all-gathers under way
   kReductions,   ///< reduce-scatters under way

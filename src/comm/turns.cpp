@@ -24,6 +24,7 @@
 
 #include "base/pass_local.h"
 #include "base/threads/backward_pass.h"
+#include "base/trace.h"
 #include "comm/stream.h"
 #include "tessera/error.h"
 
@@ -82,6 +83,7 @@ class Stack {
 struct Side {
   ucontext_t context{};
   std::int64_t passed = 0;
+  std::int64_t pieces = 0;
   bool has_begun = false, has_ended = false;
   int graph_task = -1;         // that it is suspended in
   void* fake_stack = nullptr;  // of the address sanitizer, as are the next two
@@ -141,7 +143,8 @@ class Turns::Stacks {
  public:
   explicit Stacks(c10::Device device) : device_(device) {}
 
-  Counts run(const std::function<void()>& first, const std::function<void()>& second);
+  Counts run(const std::function<void()>& first, const std::function<void()>& second,
+             const Names& names);
   void pass();
 
  private:
@@ -153,6 +156,8 @@ class Turns::Stacks {
   /// Suspends the side that runs until the other one resumes it.
   void resume(Side& other);
   void require_may_pass(const Side& other) const;
+  /// Of the side that runs, for a trace.
+  void end_piece();
 
   const c10::Device device_;
   Stack stack_;
@@ -162,6 +167,8 @@ class Turns::Stacks {
   // Of the run under way.
   const std::function<void()>* second_body_ = nullptr;
   const ThreadState* state_at_begin_ = nullptr;
+  const Names* names_ = nullptr;
+  TraceClock::time_point piece_began_;
   std::exception_ptr error_;
   int uncaught_at_begin_ = 0;
   std::exception_ptr handled_at_begin_;
@@ -177,6 +184,7 @@ void Turns::Stacks::call(const std::function<void()>& body) {
 
 void Turns::Stacks::resume(Side& other) {
   RECORD_USER_SCOPE("tessera::turn");  // a profile learns where the one's time ends
+  end_piece();
   Side& mine = *running_;
   const ThreadState state(device_);
   mine.graph_task = base::graph_task_of_pass();
@@ -198,6 +206,7 @@ void Turns::Stacks::begin_second() {
     stacks.state_at_begin_->set();
     (*stacks.second_body_)();
   });
+  stacks.end_piece();
   stacks.second_.graph_task = -1;
   stacks.second_.has_ended = true;
   stacks.running_ = &stacks.first_;
@@ -222,8 +231,20 @@ void Turns::Stacks::prepare_second() {
   ::makecontext(&second_.context, &Stacks::begin_second, 0);
 }
 
+void Turns::Stacks::end_piece() {
+  Trace* const trace = current_trace();
+  if (trace == nullptr) return;
+  const auto& name = running_ == &first_ ? names_->first : names_->second;
+  const auto now = trace->now();
+  trace->add({TraceRow::kTurns,
+              concat(name, " #", ++running_->pieces),
+              std::exchange(piece_began_, now),
+              now,
+              {}});
+}
+
 Turns::Counts Turns::Stacks::run(const std::function<void()>& first,
-                                 const std::function<void()>& second) {
+                                 const std::function<void()>& second, const Names& names) {
   TESSERA_INVARIANT(now_ == nullptr, "turns: found a run inside of a run");
   TESSERA_INVARIANT(!base::in_backward_pass(), "turns: found a run inside of a backward");
   const ThreadState state(device_);
@@ -235,10 +256,16 @@ Turns::Counts Turns::Stacks::run(const std::function<void()>& first,
   state_at_begin_ = &state;
   uncaught_at_begin_ = std::uncaught_exceptions();
   handled_at_begin_ = std::current_exception();
+  names_ = &names;
+  piece_began_ = TraceClock::now();
   now_ = this;
   call(first);
   first_.has_ended = true;
-  if (!second_.has_ended && (second_.has_begun || !error_)) resume(second_);
+  if (!second_.has_ended && (second_.has_begun || !error_)) {
+    resume(second_);
+  } else {
+    end_piece();
+  }
   now_ = nullptr;
   handled_at_begin_ = nullptr;
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -276,8 +303,9 @@ const char* Turns::Ended::what() const noexcept {
 Turns::Turns(c10::Device device) : stacks_(std::make_unique<Stacks>(device)) {}
 Turns::~Turns() = default;
 
-Turns::Counts Turns::run(const std::function<void()>& first, const std::function<void()>& second) {
-  return stacks_->run(first, second);
+Turns::Counts Turns::run(const std::function<void()>& first, const std::function<void()>& second,
+                         const Names& names) {
+  return stacks_->run(first, second, names);
 }
 
 void Turns::pass_now() { now_->pass(); }

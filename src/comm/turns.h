@@ -19,6 +19,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <string>
 
 namespace tessera::comm {
 
@@ -29,6 +30,11 @@ class Turns {
   struct Counts {
     std::int64_t first = 0, second = 0;
     friend bool operator==(const Counts&, const Counts&) = default;
+  };
+
+  /// For a trace's row "turns", where each piece has its side's name and number: "forward 3 #2".
+  struct Names {
+    std::string first = "first", second = "second";
   };
 
   /// Leaves pass() where the other pass has failed. A std::exception, so that autograd's engine ends
@@ -49,7 +55,8 @@ class Turns {
   /// has now. When one has ended the other resumes, and runs to its end alone.
   /// Errors: the first one that leaves either. The other is resumed once, its pass() throws Ended,
   /// and it unwinds; where `second` has not begun it never does. kUsage where both are in a backward.
-  Counts run(const std::function<void()>& first, const std::function<void()>& second);
+  Counts run(const std::function<void()>& first, const std::function<void()>& second,
+             const Names& names);
 
   /// Inside of run() the other resumes until it passes; outside it does nothing. Errors: Ended;
   /// kInternal inside of a handler, a destructor that an error runs, or base::NoTurns.

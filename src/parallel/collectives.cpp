@@ -26,6 +26,12 @@
 namespace tessera::parallel {
 namespace {
 
+thread_local constinit ExchangeTimes t_times;
+
+double ms_since(TraceClock::time_point begin) {
+  return std::chrono::duration<double, std::milli>(TraceClock::now() - begin).count();
+}
+
 comm::ActivationPass pass_of(Direction direction) {
   if (direction == Direction::kBackward) return comm::ActivationPass::kBackward;
   return grad::is_recomputing() ? comm::ActivationPass::kRecomputed
@@ -77,16 +83,19 @@ class Exchange {
     const auto begin = TraceClock::now();
     work_->wait();
     if (arrives_) std::this_thread::sleep_until(*arrives_);
+    const double waited = ms_since(begin);
+    t_times.in_flight += ms_since(issued_);
+    t_times.waited += waited;
     // A step that was traced may have ended since.
     if (trace_ == nullptr || trace_ != current_trace()) return;
     span_.end = trace_->now();
-    const std::chrono::duration<double, std::milli> waited = TraceClock::now() - begin;
-    span_.arguments.emplace_back("waited_ms", waited.count());
+    span_.arguments.emplace_back("waited_ms", waited);
     trace_->add(std::move(span_));
   }
 
  private:
   const bool gives_turn_;
+  const TraceClock::time_point issued_ = TraceClock::now();
   Trace* trace_ = current_trace();
   TraceSpan span_;
   std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< of a test
@@ -129,6 +138,8 @@ std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::i
 }
 
 }  // namespace
+
+ExchangeTimes exchange_times() { return t_times; }
 
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
                         const std::string& where, Direction direction) {

@@ -37,6 +37,15 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
                                    SumDtype result, const std::string& where,
                                    Direction direction = Direction::kForward);
 
+/// What the exchanges of this thread's rank have taken so far, in ms, as the host sees them: from their
+/// issue to the end of the wait, two at once counted twice, and the part of that in which the host
+/// stood waiting. On a device it waits for none.
+struct ExchangeTimes {
+  double in_flight = 0;
+  double waited = 0;
+};
+ExchangeTimes exchange_times();
+
 /// How many rows of dim 0 go to each rank and come from each.
 struct Splits {
   std::vector<std::int64_t> sends;

@@ -22,6 +22,7 @@
 #include "comm/group.h"
 #include "comm/turns.h"
 #include "launch/abort_flag.h"
+#include "parallel/collectives.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
 
@@ -257,13 +258,18 @@ class Walk {
     Tensors first = wait_for(slot.action);
     Tensors second = slot.beside ? wait_for(*slot.beside) : Tensors{};
     if (messages_ != nullptr) messages_->let_go();
-    const auto name = current_trace() != nullptr ? to_string(slot) : std::string();
-    const TraceScope traced(TraceRow::kSlots, name);
+    Trace* const trace = current_trace();
+    const auto begin = trace != nullptr ? trace->now() : TraceClock::time_point();
+    const auto exchanged = parallel::exchange_times();
     if (slot.beside) {
       side_by_side(slot.action, std::move(first), *slot.beside, std::move(second));
     } else {
       compute(slot.action, std::move(first));
     }
+    if (trace == nullptr) return;
+    const auto now = parallel::exchange_times();
+    const double hidden = now.in_flight - exchanged.in_flight - (now.waited - exchanged.waited);
+    trace->add({TraceRow::kSlots, to_string(slot), begin, trace->now(), {{"hidden_ms", hidden}}});
   }
 
   /// What both need has arrived, what they give is sent when the slot ends.

@@ -17,6 +17,7 @@
 #include "fsdp/optim/pending_norm.h"
 #include "kernels/cpu/tables.h"
 #include "moe/routing.h"
+#include "parallel/collectives.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
@@ -378,6 +379,7 @@ class Trainer {
     auto options = step_options(config_, scaler_.get());
     options.pipeline = pipeline();
     if (planned_) planned_->begin_step();
+    const auto exchanged = parallel::exchange_times();
     const auto pending = launch_forward_backward(*model_, *data_, step, rows.ranges(), options);
     const bool runs = pending.kept() > 0;
     if (runs && config_.debug.check_placements) check_placements(*model_);
@@ -404,6 +406,7 @@ class Trainer {
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
     if (planned_ && runs) planned_->end_step(step);
     if (planned_ && !runs) planned_->leave_out_step();
+    add_exchanges(exchanged, metrics);
     std::vector<double> mine{elapsed.count(), peak_rss_mib(), asked_to_stop(),
                              checkpoints_->writing() ? 1.0 : 0.0};
     const bool on_device = !world_.device().is_cpu();
@@ -422,6 +425,15 @@ class Trainer {
     // A step that is left out computes nothing, so it has no speed.
     add_speed(runs ? static_cast<double>(rows.count() * data_->row_tokens()) : NAN, metrics);
     return {metrics, most[2] > 0, most[3] > 0};
+  }
+
+  /// What exchanges have taken since `before`.
+  void add_exchanges(const parallel::ExchangeTimes& before, StepMetrics& metrics) const {
+    const auto now = parallel::exchange_times();
+    const double in_flight = now.in_flight - before.in_flight;
+    if (in_flight == 0 || !world_.device().is_cpu()) return;
+    metrics.exchange_ms = in_flight;
+    metrics.exchange_hidden_ms = in_flight - (now.waited - before.waited);
   }
 
   void add_speed(double tokens, StepMetrics& metrics) const {

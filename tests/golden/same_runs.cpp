@@ -16,9 +16,10 @@ namespace {
 /// A line of metrics.jsonl without what is measured and what tells how it was computed.
 nlohmann::json computed(const std::string& line) {
   auto json = nlohmann::json::parse(line);
-  for (const char* key : {"step_ms", "tps", "tps_global", "tflops", "peak_rss_mib",
-                          "peak_device_mib", "peak_device_reserved_mib", "mfu", "replayed_calls",
-                          "recorded_calls", "eager_calls", "eager_reason"}) {
+  for (const char* key :
+       {"step_ms", "tps", "tps_global", "tflops", "peak_rss_mib", "peak_device_mib",
+        "peak_device_reserved_mib", "mfu", "replayed_calls", "recorded_calls", "eager_calls",
+        "eager_reason", "exchange_ms", "exchange_hidden_ms"}) {
     json.erase(key);
   }
   return json;

@@ -63,7 +63,9 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
       }
     };
   };
-  const auto turns = runtime_.turns().run(ending_all(forward), ending_all(backward));
+  const auto turns = runtime_.turns().run(
+      ending_all(forward), ending_all(backward),
+      {concat("forward ", forward.micro_batch), concat("backward ", backward.micro_batch)});
   forward_.pass.beside = backward_.pass.beside = nullptr;
   const auto& expected = turns_.stages;
   require_turns(forward_in_words, turns.first,

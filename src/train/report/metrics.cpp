@@ -65,6 +65,8 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
   if (m.loss_scale) values.push_back({"loss_scale", *m.loss_scale});
   if (m.skipped_steps) values.push_back({"skipped_steps", static_cast<double>(*m.skipped_steps)});
   if (m.aux_loss) values.push_back({"aux_loss", *m.aux_loss});
+  if (m.exchange_ms) values.push_back({"exchange_ms", *m.exchange_ms});
+  if (m.exchange_hidden_ms) values.push_back({"exchange_hidden_ms", *m.exchange_hidden_ms});
   if (m.regions) {
     values.push_back({"replayed_calls", static_cast<double>(m.regions->replayed)});
     values.push_back({"recorded_calls", static_cast<double>(m.regions->recorded)});
