@@ -1,6 +1,7 @@
 #include "train/check/step_forecast.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "capture/simulate_plan.h"
@@ -64,14 +65,32 @@ check::StepTime without_stages(const Forecast& of, const CheckedRun& checked) {
           .rest_ms = step.rest_ms};
 }
 
-/// Returns the time of messages over tp and ep of one micro-batch in one stage, half of which are of its
-/// backward.
-double exchanged_ms(const Forecast& of, const StepTraffic& traffic, std::size_t stages) {
+/// What one micro-batch exchanges in one stage of a rank.
+struct Exchanged {
+  double tensor_ms = 0;                 ///< over tp, half of it in its backward
+  pipeline::Exchanges of_experts = {};  ///< over ep
+  double experts_ms = 0;                ///< all of these
+};
+
+Exchanged exchanged_in_stage(const Forecast& of, const StepTraffic& traffic, std::size_t stages) {
   const auto tokens = traffic.of_tokens.value_or(StepTraffic::OfTokens());
-  const double all =
-      of.ms_to_send(tokens.activations, traffic.messages.activations, axis::kTensor) +
-      of.ms_to_send(tokens.experts, traffic.messages.experts, axis::kExpert);
-  return all / static_cast<double>(traffic.micro_batches) / static_cast<double>(stages);
+  const auto parts = traffic.micro_batches * static_cast<std::int64_t>(stages);
+  Exchanged found;
+  found.tensor_ms = of.ms_to_send(tokens.activations, traffic.messages.activations, axis::kTensor) /
+                    static_cast<double>(parts);
+  found.experts_ms = of.ms_to_send(tokens.experts, traffic.messages.experts, axis::kExpert) /
+                     static_cast<double>(parts);
+  // Of a layer counts, rows there and back; in its backward rows there and back, and, where it is
+  // computed again, the forward's once more.
+  auto& experts = found.of_experts;
+  experts.forward = 3;
+  experts.backward = of.config.activation_checkpoint.of_layers() == RecomputeMode::kNone ? 2 : 5;
+  const auto count = static_cast<double>(traffic.messages.experts) / static_cast<double>(parts);
+  experts.layers = static_cast<int>(std::lround(count / (experts.forward + experts.backward)));
+  if (experts.layers > 0) {
+    experts.cost = found.experts_ms / (experts.layers * (experts.forward + experts.backward));
+  }
+  return found;
 }
 
 check::StepTime of_stages(const Forecast& of, const PipelinePlan& plan, CheckedRun& checked) {
@@ -82,14 +101,18 @@ check::StepTime of_stages(const Forecast& of, const PipelinePlan& plan, CheckedR
   for (std::size_t rank = 0; rank < checked.steps.size(); ++rank) {
     const StepTraffic traffic = step_traffic(of.config, checked.steps[rank]);
     const auto stages = plan.schedule.stages_of(static_cast<int>(rank));
-    const double exchanged = exchanged_ms(of, traffic, stages.size());
+    const Exchanged exchanged = exchanged_in_stage(of, traffic, stages.size());
+    const bool takes_turns =
+        plan.overlap != pipeline::Overlap::kOff && exchanged.of_experts.layers > 0;
+    const double in_turn = exchanged.tensor_ms + (takes_turns ? 0.0 : exchanged.experts_ms);
     double computed = 0, again = 0;
     for (const int stage : stages) {
       auto& cost = costs.at(static_cast<std::size_t>(stage));
       computed += cost.forward + cost.input_gradient + cost.weight_gradient;
       again += cost.input_gradient - cost.forward;
-      cost.forward += exchanged / 2;
-      cost.input_gradient += exchanged / 2;
+      cost.forward += in_turn / 2;
+      cost.input_gradient += in_turn / 2;
+      if (takes_turns) cost = with_exchanges(cost, exchanged.of_experts);
       const auto tokens = traffic.of_tokens.value_or(StepTraffic::OfTokens());
       const auto messages = std::max<std::int64_t>(1, traffic.messages.stages);
       cost.send_forward = cost.send_backward =
@@ -98,14 +121,18 @@ check::StepTime of_stages(const Forecast& of, const PipelinePlan& plan, CheckedR
     const auto batches = static_cast<double>(traffic.micro_batches);
     time.compute_ms = std::max(time.compute_ms, batches * computed);
     time.again_ms = std::max(time.again_ms, batches * again);
-    time.rest_ms = std::max(time.rest_ms, batches * exchanged * static_cast<double>(stages.size()));
+    time.rest_ms = std::max(time.rest_ms, batches * in_turn * static_cast<double>(stages.size()));
     sharding = std::max(
         sharding, of.ms_to_send(traffic.gathers + traffic.reductions, 1, axis::kShard) +
                       of.ms_to_send(traffic.replicas, traffic.messages.replicas, axis::kReplicate));
   }
   const auto simulated = pipeline::simulate(plan.schedule, costs);
-  double idle = 0;
-  for (const auto& rank : simulated.ranks) idle += rank.idle;
+  double idle = 0, exposed = 0;
+  for (const auto& rank : simulated.ranks) {
+    idle += rank.idle;
+    exposed = std::max(exposed, rank.exposed_exchange);
+  }
+  time.rest_ms += exposed;
   time.bubble = idle / (simulated.makespan * static_cast<double>(simulated.ranks.size()));
   time.waited_ms = sharding;
   time.step_ms = simulated.makespan + sharding;

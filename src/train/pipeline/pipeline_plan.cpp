@@ -150,7 +150,7 @@ std::optional<PipelinePlan> resolve_pipeline(const Config& config, const Paralle
                                              const models::ModelSpec& spec,
                                              const models::ModelDescription& model,
                                              const PipelineBatch& batch) {
-  if (!has_schedule(config)) return std::nullopt;
+  if (dims.pp == 1 && !has_schedule(config)) return std::nullopt;
   const PipelineConfig& asked = config.pipeline;
   NamedSchedule found = asked.schedule_file.empty()
                             ? schedule_of_kind(asked, dims.pp, batch.micro_batches)
