@@ -57,6 +57,9 @@ class Turns {
   /// and it unwinds; where `second` has not begun it never does. kUsage where both are in a backward.
   Counts run(const std::function<void()>& first, const std::function<void()>& second,
              const Names& names);
+  Counts run(const std::function<void()>& first, const std::function<void()>& second) {
+    return run(first, second, Names());
+  }
 
   /// Inside of run() the other resumes until it passes; outside it does nothing. Errors: Ended;
   /// kInternal inside of a handler, a destructor that an error runs, or base::NoTurns.
