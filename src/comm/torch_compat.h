@@ -31,14 +31,18 @@ auto make_node(Args&&... args) {
 #endif
 }
 
-/// The next use of the leaf makes an AccumulateGrad node of its own.
-inline void reset_grad_accumulator(const at::Tensor& leaf) {
+/// The leaf's uses from here on have this AccumulateGrad node, as long as it lives; null: the next
+/// one makes a node of its own.
+inline void set_grad_accumulator(const at::Tensor& leaf, const NodePtr& node) {
 #if TESSERA_TORCH_AT_LEAST(2, 13)
-  torch::autograd::impl::set_grad_accumulator(
-      leaf, c10::weak_intrusive_ptr<torch::autograd::Node>(NodePtr()));
+  torch::autograd::impl::set_grad_accumulator(leaf,
+                                              c10::weak_intrusive_ptr<torch::autograd::Node>(node));
 #else
-  torch::autograd::impl::set_grad_accumulator(leaf, std::weak_ptr<torch::autograd::Node>());
+  torch::autograd::impl::set_grad_accumulator(leaf, std::weak_ptr<torch::autograd::Node>(node));
 #endif
+}
+inline void reset_grad_accumulator(const at::Tensor& leaf) {
+  set_grad_accumulator(leaf, NodePtr());
 }
 
 /// Of a storage whose data may be read again, and is set next.

@@ -144,7 +144,7 @@ class Turns::Stacks {
   explicit Stacks(c10::Device device) : device_(device) {}
 
   Counts run(const std::function<void()>& first, const std::function<void()>& second,
-             const Names& names);
+             const Options& options);
   void pass();
 
  private:
@@ -167,7 +167,7 @@ class Turns::Stacks {
   // Of the run under way.
   const std::function<void()>* second_body_ = nullptr;
   const ThreadState* state_at_begin_ = nullptr;
-  const Names* names_ = nullptr;
+  const Options* options_ = nullptr;
   TraceClock::time_point piece_began_;
   std::exception_ptr error_;
   int uncaught_at_begin_ = 0;
@@ -188,6 +188,7 @@ void Turns::Stacks::resume(Side& other) {
   Side& mine = *running_;
   const ThreadState state(device_);
   mine.graph_task = base::graph_task_of_pass();
+  if (options_->at_turn) options_->at_turn();
   running_ = &other;
   base::exchange_pass_values(running_ == &second_ ? &values_of_second_ : nullptr);
   leaves(mine, other, Leaving::kForATurn);
@@ -209,6 +210,7 @@ void Turns::Stacks::begin_second() {
   stacks.end_piece();
   stacks.second_.graph_task = -1;
   stacks.second_.has_ended = true;
+  if (stacks.options_->at_turn) stacks.options_->at_turn();
   stacks.running_ = &stacks.first_;
   base::exchange_pass_values(nullptr);
   leaves(stacks.second_, stacks.first_, Leaving::kForGood);
@@ -234,7 +236,7 @@ void Turns::Stacks::prepare_second() {
 void Turns::Stacks::end_piece() {
   Trace* const trace = current_trace();
   if (trace == nullptr) return;
-  const auto& name = running_ == &first_ ? names_->first : names_->second;
+  const auto& name = running_ == &first_ ? options_->first : options_->second;
   const auto now = trace->now();
   trace->add({TraceRow::kTurns,
               concat(name, " #", ++running_->pieces),
@@ -244,7 +246,7 @@ void Turns::Stacks::end_piece() {
 }
 
 Turns::Counts Turns::Stacks::run(const std::function<void()>& first,
-                                 const std::function<void()>& second, const Names& names) {
+                                 const std::function<void()>& second, const Options& options) {
   TESSERA_INVARIANT(now_ == nullptr, "turns: found a run inside of a run");
   TESSERA_INVARIANT(!base::in_backward_pass(), "turns: found a run inside of a backward");
   const ThreadState state(device_);
@@ -256,7 +258,7 @@ Turns::Counts Turns::Stacks::run(const std::function<void()>& first,
   state_at_begin_ = &state;
   uncaught_at_begin_ = std::uncaught_exceptions();
   handled_at_begin_ = std::current_exception();
-  names_ = &names;
+  options_ = &options;
   piece_began_ = TraceClock::now();
   now_ = this;
   call(first);
@@ -304,8 +306,8 @@ Turns::Turns(c10::Device device) : stacks_(std::make_unique<Stacks>(device)) {}
 Turns::~Turns() = default;
 
 Turns::Counts Turns::run(const std::function<void()>& first, const std::function<void()>& second,
-                         const Names& names) {
-  return stacks_->run(first, second, names);
+                         const Options& options) {
+  return stacks_->run(first, second, options);
 }
 
 void Turns::pass_now() { now_->pass(); }

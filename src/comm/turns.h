@@ -32,9 +32,12 @@ class Turns {
     friend bool operator==(const Counts&, const Counts&) = default;
   };
 
-  /// For a trace's row "turns", where each piece has its side's name and number: "forward 3 #2".
-  struct Names {
+  struct Options {
+    /// For a trace's row "turns", where each piece has its side's name and number: "forward 3 #2".
     std::string first = "first", second = "second";
+    /// Called whenever the other one is about to resume, also since one has ended: exchanges what the
+    /// caller keeps for each. Throws nothing.
+    std::function<void()> at_turn = {};
   };
 
   /// Leaves pass() where the other pass has failed. A std::exception, so that autograd's engine ends
@@ -56,9 +59,9 @@ class Turns {
   /// Errors: the first one that leaves either. The other is resumed once, its pass() throws Ended,
   /// and it unwinds; where `second` has not begun it never does. kUsage where both are in a backward.
   Counts run(const std::function<void()>& first, const std::function<void()>& second,
-             const Names& names);
+             const Options& options);
   Counts run(const std::function<void()>& first, const std::function<void()>& second) {
-    return run(first, second, Names());
+    return run(first, second, Options());
   }
 
   /// Inside of run() the other resumes until it passes; outside it does nothing. Errors: Ended;

@@ -112,6 +112,9 @@ void OpenStep::require_open(const char* what) const {
 
 void OpenStep::require_not_over(const char* what) const {
   const bool is_open = runtime_.is_open(*this);
+  TESSERA_CHECK(!inside_pair_, ErrorKind::kUsage, what,
+                ": found a call inside of a function of StepScope::run_pair(), expected it after "
+                "the pair");
   TESSERA_CHECK(!finished_, ErrorKind::kUsage, what,
                 ": found a step that has finished, expected one that is open; open another "
                 "StepScope");
@@ -328,17 +331,21 @@ void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward back
   start_backward(stage, micro_batch, backward);
 }
 
-void OpenStep::start_backward(int stage, std::int64_t micro_batch, Backward backward) {
-  constexpr auto kWhat = "StepScope::begin_backward";
-  const auto& one = micro_batch_of(stage, micro_batch, kWhat);
-  TESSERA_CHECK(one.state == State::kForward, ErrorKind::kUsage, kWhat, ": found ",
+void OpenStep::require_may_run_backward(int stage, std::int64_t micro_batch, Backward backward,
+                                        const char* what) {
+  const auto& one = micro_batch_of(stage, micro_batch, what);
+  TESSERA_CHECK(one.state == State::kForward, ErrorKind::kUsage, what, ": found ",
                 named(stage, micro_batch), " a second time, expected one backward of it");
-  require_not_resharded(stage, micro_batch, kWhat);
-  require_not_reduced(stage, micro_batch, kWhat);
-  TESSERA_CHECK(!options_.micro_batches || backward == Backward::kFull, ErrorKind::kUsage, kWhat,
+  require_not_resharded(stage, micro_batch, what);
+  require_not_reduced(stage, micro_batch, what);
+  TESSERA_CHECK(!options_.micro_batches || backward == Backward::kFull, ErrorKind::kUsage, what,
                 ": found kInputOnly, expected kFull where the number of micro-batches is given, "
                 "since gradients are reduced while the last backward runs; leave "
                 "StepScopeOptions::micro_batches out and call reduce()");
+}
+
+void OpenStep::start_backward(int stage, std::int64_t micro_batch, Backward backward) {
+  require_may_run_backward(stage, micro_batch, backward, "StepScope::begin_backward");
   start(
       backward_,
       {.kind = Kind::kBackward, .stage = stage, .micro_batch = micro_batch, .backward = backward});

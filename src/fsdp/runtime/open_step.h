@@ -57,6 +57,7 @@
 
 namespace tessera::fsdp {
 
+class PairAccumulators;
 class Runtime;
 class Unit;
 
@@ -171,6 +172,8 @@ class OpenStep {
   MicroBatch& micro_batch_of(int stage, std::int64_t micro_batch, const char* what);
   void require_not_resharded(int stage, std::int64_t micro_batch, const char* what);
   void require_not_reduced(int stage, std::int64_t micro_batch, const char* what);
+  void require_may_run_backward(int stage, std::int64_t micro_batch, Backward backward,
+                                const char* what);
   void start_forward(int stage, std::int64_t micro_batch);
   void start_backward(int stage, std::int64_t micro_batch, Backward backward);
   void start(UnderWay& under, Action action);
@@ -178,6 +181,7 @@ class OpenStep {
   void end_action();
   // step_pairs.cpp
   std::string why_in_turn(int forward_stage, int backward_stage) const;
+  void call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run);
   void run_beside(const StepForward& forward, const StepBackward& backward);
   static void count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
                           bool is_first);
@@ -199,6 +203,7 @@ class OpenStep {
                       std::size_t position) const;
   bool stays(const Unit& unit) const;
   void release_what_passes();
+  void require_outside_of_backward();
   void require_of_action(const Entry& entry);
   std::vector<Reach> agreed_reach(const Entry* first);
   std::shared_ptr<const PassPlan> plan_recorded();
@@ -211,6 +216,7 @@ class OpenStep {
   bool records_ = true;
   bool units_changed_ = false;
   bool finished_ = false;
+  bool inside_pair_ = false;    // a function of a pair runs, in turn or beside the other
   KnownStep* known_ = nullptr;  // while it begins; null: it records
   StepRecord record_;           // what is followed, or has been recorded so far
   StepTurns turns_;             // the same
@@ -226,6 +232,7 @@ class OpenStep {
   UnderWay forward_;                          // of a forward
   UnderWay backward_;                         // of a backward, or of another call
   UnderWay* now_ = &backward_;                // whose code has come by last
+  PairAccumulators* accumulators_ = nullptr;  // while a pair runs side by side
   std::vector<Action> log_;
   std::string base_marks_;
   StageRecord recorded_;  // what the backward under way goes through, where the step records

@@ -266,20 +266,6 @@ void Runtime::check_borrowed(const Unit& unit) const {
   }
 }
 
-/// Whether the other pass of a pair computes with the unit's leaves: they keep the AccumulateGrad
-/// node that it goes on to use. Autograd sums the two passes apart all the same, a graph task each.
-/// [Note: one leaf a use]
-bool Runtime::is_used_beside(const Unit& unit) const {
-  if (step_ == nullptr || !step_->is_pair()) return false;
-  const bool again = recomputing() != nullptr;
-  return std::ranges::any_of(units_, [&](const Unit* other) {
-    const auto& progress = other->progress_;
-    const int calls =
-        again ? progress.open_calls - progress.repeated_calls : progress.repeated_calls;
-    return calls > 0 && other->shares_with(unit);
-  });
-}
-
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   take_up_abandoned();
   entered_ = &unit;
@@ -316,7 +302,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   const bool grad = at::GradMode::is_enabled();
   unit.progress_.ran_without_grad = !grad && first_forward() == nullptr;
   if (unit.progress_.ran_without_grad) return nullptr;
-  if (!is_used_beside(unit)) unit.renew_accumulators();
+  unit.renew_accumulators();
   auto entry = record(unit, position);
   if (auto* recorded = first_forward(); recorded != nullptr && !grad)
     recorded->entries.push_back(entry);
@@ -335,14 +321,13 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
                 " with set_unshard_in_backward(false), expected true where a forward runs again");
   auto entry = recorded->entries[recorded->next++];
   ++unit.progress_.open_calls;
-  ++unit.progress_.repeated_calls;
   pre_backward(*entry);
   if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
     // A checkpoint inside this one runs it for the first time: backward goes through its own
     // recomputation.
     inner->entries.push_back(entry);
   }
-  if (!is_used_beside(unit)) unit.renew_accumulators();
+  unit.renew_accumulators();
   spans_.recomputation_begins(unit.name());
   return entry;
 }
@@ -464,8 +449,7 @@ void Runtime::leave_forward(Unit& unit) {
   const bool again = recomputing() != nullptr;
   spans_.forward_ends();
   --unit.progress_.open_calls;
-  if (again) --unit.progress_.repeated_calls;
-  if (!is_used_beside(unit)) unit.renew_borrowed();
+  unit.renew_borrowed();
   if (again) return;
   const bool ends_its_use = gives_back(unit);
   const bool outermost = forwards_.leave();

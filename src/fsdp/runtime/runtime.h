@@ -313,7 +313,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void issue_gather(Unit& unit, std::uint32_t number);
   std::uint32_t number_of_forward() const;
   void check_borrowed(const Unit& unit) const;
-  bool is_used_beside(const Unit& unit) const;
   void leave_shards() const;
   void release_leftovers();
   void release_stale();

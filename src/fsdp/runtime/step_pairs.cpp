@@ -6,10 +6,27 @@
 #include "base/doing.h"
 #include "comm/turns.h"
 #include "fsdp/runtime/open_step.h"
+#include "fsdp/runtime/pair_accumulators.h"
 #include "fsdp/runtime/runtime.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
+namespace {
+
+/// While it lives, `place` has this value, and none behind it.
+template <class T>
+class Meanwhile {
+ public:
+  Meanwhile(T& place, T value) : place_(place) { place_ = value; }
+  ~Meanwhile() { place_ = T(); }
+  Meanwhile(const Meanwhile&) = delete;
+  Meanwhile& operator=(const Meanwhile&) = delete;
+
+ private:
+  T& place_;
+};
+
+}  // namespace
 
 /// Why these run one after the other, which is the same on every rank; empty: they do not.
 std::string OpenStep::why_in_turn(int forward_stage, int backward_stage) const {
@@ -29,44 +46,53 @@ void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward
       !options_.micro_batches, ErrorKind::kUsage, kWhat,
       ": found StepScopeOptions::micro_batches, which says that a forward comes after the "
       "backwards of all before it, expected none; leave it out and call reduce()");
+  end_action();
+  // Before anything of the forward begins.
   stage_of(forward.stage, kWhat);
-  stage_of(backward.stage, kWhat);
+  require_may_run_backward(backward.stage, backward.micro_batch, backward.backward, kWhat);
   const auto why = records_ ? std::string() : why_in_turn(forward.stage, backward.stage);
   if (!why.empty()) runtime_.warn_of_no_pairs(why);
   if (!records_ && why.empty()) return run_beside(forward, backward);
   begin_forward(forward.stage, forward.micro_batch);
-  forward.run();
+  {
+    const Meanwhile inside(inside_pair_, true);
+    call_of_pair(forward.stage, forward.micro_batch, forward.run);
+  }
   begin_backward(backward.stage, backward.micro_batch, backward.backward);
-  backward.run();
+  const Meanwhile inside(inside_pair_, true);
+  call_of_pair(backward.stage, backward.micro_batch, backward.run);
+}
+
+/// What its function throws ends the step, before the other pass is told to leave.
+void OpenStep::call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run) {
+  UnitHere::enter(stage, static_cast<std::uint32_t>(micro_batch));
+  try {
+    run();
+  } catch (const comm::Turns::Ended&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (!runtime_.has_failed()) runtime_.fail(error.what());
+    throw;
+  }
 }
 
 void OpenStep::run_beside(const StepForward& forward, const StepBackward& backward) {
-  end_action();
   start_forward(forward.stage, forward.micro_batch);
   const auto forward_in_words = action_in_words();
   start_backward(backward.stage, backward.micro_batch, backward.backward);
   const auto backward_in_words = action_in_words();
   for (auto* under : {&forward_, &backward_}) under->pass.holds.assign(units_.size(), false);
-  forward_.pass.beside = &backward_.pass;
-  backward_.pass.beside = &forward_.pass;
-  // What ends one pass ends the step, before the other one is told to leave.
-  const auto ending_all = [this](const auto& pass) {
-    return [this, &pass] {
-      UnitHere::enter(pass.stage, static_cast<std::uint32_t>(pass.micro_batch));
-      try {
-        pass.run();
-      } catch (const comm::Turns::Ended&) {
-        throw;
-      } catch (const std::exception& error) {
-        if (!runtime_.has_failed()) runtime_.fail(error.what());
-        throw;
-      }
-    };
-  };
+  PairAccumulators accumulators;
+  const Meanwhile<PairAccumulators*> of_units(accumulators_, &accumulators);
+  const Meanwhile<const Pass*> other_of_forward(forward_.pass.beside, &backward_.pass);
+  const Meanwhile<const Pass*> other_of_backward(backward_.pass.beside, &forward_.pass);
+  const Meanwhile inside(inside_pair_, true);
   const auto turns = runtime_.turns().run(
-      ending_all(forward), ending_all(backward),
-      {concat("forward ", forward.micro_batch), concat("backward ", backward.micro_batch)});
-  forward_.pass.beside = backward_.pass.beside = nullptr;
+      [&] { call_of_pair(forward.stage, forward.micro_batch, forward.run); },
+      [&] { call_of_pair(backward.stage, backward.micro_batch, backward.run); },
+      {.first = concat("forward ", forward.micro_batch),
+       .second = concat("backward ", backward.micro_batch),
+       .at_turn = [&] { accumulators.exchange(); }});
   const auto& expected = turns_.stages;
   require_turns(forward_in_words, turns.first,
                 *expected[static_cast<std::size_t>(forward.stage)].forward);

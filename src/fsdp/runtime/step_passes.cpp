@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/pass_local.h"
 #include "base/threads/backward_pass.h"
 #include "fsdp/agreed/pass_planner.h"
 #include "fsdp/runtime/open_step.h"
+#include "fsdp/runtime/pair_accumulators.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
@@ -73,14 +75,22 @@ void OpenStep::release_what_passes() {
 
 // ---------------------------------------------------------------------------------------- forward
 
+/// Refuses a forward where a backward runs, in a pair also one that is called before or after
+/// autograd by the function of the backward.
+void OpenStep::require_outside_of_backward() {
+  const bool is_inside =
+      is_pair() ? base::pass_here() == 1 || base::in_backward_pass() : runtime_.is_in_backward();
+  if (!is_inside) return;
+  now_ = &backward_;
+  fail(ErrorKind::kUsage, !is_pair() && !base::in_backward_pass()
+                              ? std::string(kAbandoned)
+                              : concat(action_in_words(),
+                                       " of a step: found a forward inside it, expected them one "
+                                       "after the other"));
+}
+
 void OpenStep::begin_outermost() {
-  if (runtime_.is_in_backward() && (!is_pair() || base::in_backward_pass())) {
-    fail(ErrorKind::kUsage, !base::in_backward_pass()
-                                ? std::string(kAbandoned)
-                                : concat(action_in_words(),
-                                         " of a step: found a forward inside it, expected them one "
-                                         "after the other"));
-  }
+  require_outside_of_backward();
   runtime_.require_recovered();
   now_ = &forward_;
   auto& action = forward_.action;
@@ -97,6 +107,10 @@ void OpenStep::begin_outermost() {
 }
 
 void OpenStep::enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint) {
+  if (is_pair()) {
+    require_outside_of_backward();
+    accumulators_->enter(unit);
+  }
   now_ = &forward_;
   if (records_) return;
   const auto& parts = record_.stages[static_cast<std::size_t>(forward_.action.stage)].parts;
@@ -125,6 +139,7 @@ OpenStep::MicroBatch& OpenStep::micro_batch_of(const UnderWay& under) {
 
 void OpenStep::leave(Unit& unit, bool is_outermost) {
   now_ = &forward_;
+  if (is_pair()) accumulators_->leave();
   const auto& segment = runtime_.forwards().current();
   const auto& trace = segment->forward->trace;
   auto& one = micro_batch_of(forward_);

@@ -181,7 +181,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// Where a step of the model stands with it.
   struct Progress {
     int open_calls = 0;              ///< forwards on the stack
-    int repeated_calls = 0;          ///< of these, those that a checkpoint runs again
     int tickets = 0;                 ///< deferred gradients that are owed
     bool reduced = false;            ///< in this backward
     bool owed = false;               ///< a backward without sync left gradients in its slots
@@ -223,12 +222,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::weak_ptr<Recomputable> recomputable;
   /// Units that hold some of this module's parameters, which live at least as long as this one.
   std::vector<std::shared_ptr<Unit>> lenders;
-  /// Whether it and the other one have a parameter in common.
-  bool shares_with(const Unit& other) const {
-    return this == &other || borrows_from(other) || other.borrows_from(*this) ||
-           std::ranges::any_of(lenders,
-                               [&](const auto& each) { return other.borrows_from(*each); });
-  }
   bool borrows_from(const Unit& other) const {
     return std::any_of(lenders.begin(), lenders.end(),
                        [&](const auto& lender) { return lender.get() == &other; });
