@@ -57,6 +57,11 @@ std::unique_ptr<Work> Group::issue_on_stream(Batch batch, const std::function<vo
   return start(std::move(batch));
 }
 
+const Stream& Group::host_reads() {
+  if (stream_ && !host_reads_) host_reads_ = Stream::make(stream_.device(), StreamUse::kOtherRanks);
+  return host_reads_;
+}
+
 void Group::use_stream(const Stream& stream, std::shared_ptr<HostWaits> waits) {
   stream_ = stream;
   host_waits_ = std::move(waits);

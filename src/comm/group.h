@@ -114,6 +114,10 @@ class Group {
   }
   /// On which collectives run; empty: [Note: groups on devices].
   const Stream& stream() const { return stream_; }
+  /// For copies to the host: a stream that comes behind collectives waited for on it, and behind
+  /// nothing that is launched after their issue, here or on the caller's stream. Made by the first
+  /// call; empty where stream() is. Threads: who issues.
+  const Stream& host_reads();
   /// Messages between two members (mail.h), over this group's connections: a group has collectives
   /// or messages, so that their tags never meet. Lives as long as the group. Collective at the first
   /// call, and at the first since a recovery. Errors: kUsage where the backend has none.
@@ -131,6 +135,7 @@ class Group {
   std::unique_ptr<Work> issue_on_stream(Batch batch, const std::function<void()>& ready);
 
   Stream stream_;
+  Stream host_reads_;
   Event before_;  // of the caller's stream, at the last issue
   std::shared_ptr<HostWaits> host_waits_;
 };

@@ -204,7 +204,8 @@ at::Tensor uploaded(const at::Tensor& tensor, at::Device device) {
   return pinned.to(device, tensor.scalar_type(), /*non_blocking=*/true);
 }
 
-std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what) {
+std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what,
+                                     const Stream& stream) {
   RECORD_USER_SCOPE("tessera::host_read");
   const c10::AutoGradMode no_grad(false);
   std::vector<at::Tensor> read(tensors.begin(), tensors.end());
@@ -223,6 +224,7 @@ std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view wh
     bytes += static_cast<std::int64_t>(tensor.nbytes()) + kAlignment;
   }
   if (!device) return read;
+  const StreamScope here_on(stream);
   const at::Tensor pinned = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
   std::int64_t begin = 0;
   for (at::Tensor& tensor : read) {
@@ -238,6 +240,10 @@ std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view wh
   end.record(Stream::current(*device), EventSite::kHostRead);
   wait_on_host(end, what);
   return read;
+}
+
+std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what) {
+  return read_on_host(tensors, what, Stream());
 }
 
 at::Tensor read_on_host(const at::Tensor& tensor, std::string_view what) {

@@ -142,8 +142,8 @@ void order_on_device(const at::Tensor& received, std::int64_t local, at::Device 
 
 }  // namespace
 
-at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
-                           const DispatchOptions& options) {
+std::vector<at::Tensor> exchange_counts(std::vector<at::Tensor> with, const at::Tensor& indices,
+                                        std::int64_t experts, const DispatchOptions& options) {
   const int ranks = options.axis.size;
   const std::int64_t local = local_experts(experts, options);
   const at::Tensor differentiable =
@@ -151,8 +151,8 @@ at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
   const at::Tensor sent =
       at::cat({count_load(indices, experts).view({ranks, local}), differentiable}, 1);
   const std::vector<std::int64_t> one_each(static_cast<std::size_t>(ranks), 1);
-  return parallel::exchange_rows(sent, options.axis, {one_each, one_each},
-                                 options.where + " counts");
+  return parallel::exchange_rows_to_host(std::move(with), sent, options.axis, {one_each, one_each},
+                                         options.where + " counts");
 }
 
 DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,

@@ -46,14 +46,14 @@ struct DispatchPlan {
   nn::RowGroups groups;       ///< of the own experts
 };
 
-/// indices [M, K] of all E experts -> [ranks, E / ranks + 1] i64 on their device: how many rows
-/// each rank sends to each expert of this one, and whether they require a gradient. Collective.
-/// Bytes a rank sends: (ranks - 1) (E / ranks + 1) x 8. Errors: kConfig where E does not divide.
-at::Tensor exchange_counts(const at::Tensor& indices, std::int64_t experts,
-                           const DispatchOptions& options);
+/// indices [M, K] of all E experts -> [ranks, E / ranks + 1] i64: how many rows each rank sends to
+/// each expert of this one, and whether they require a gradient. Returns it on the host, behind
+/// `with`, which the host reads by the same wait. Collective. Bytes a rank sends:
+/// (ranks - 1) (E / ranks + 1) x 8. Errors: kConfig where E does not divide.
+std::vector<at::Tensor> exchange_counts(std::vector<at::Tensor> with, const at::Tensor& indices,
+                                        std::int64_t experts, const DispatchOptions& options);
 
-/// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave, on
-/// the host. The result's tensors lie on `device`. Errors: kConfig where E does not divide.
+/// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave. The result's tensors lie on `device`. Errors: kConfig where E does not divide.
 DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,
                            const DispatchOptions& options, at::Device device);
 

@@ -384,19 +384,23 @@ struct KnownOnHost {
   at::Tensor received;
 };
 
-KnownOnHost read_counts(const Routing& routing, const Dispatch& order, const at::Tensor& received,
-                        const ExpertWeights& weights, const ExpertOptions& options) {
+KnownOnHost read_counts(const Routing& routing, const Dispatch& order, const ExpertWeights& weights,
+                        const ExpertOptions& options, const DispatchOptions& dispatch_options) {
   KnownOnHost known;
   const bool on_cpu = routing.indices.is_cpu();
   if (!on_cpu && options.ep.alone() && order.slot_of_row.numel() > 0 && !need_begins(weights)) {
     ScoreChecks::note(routing, options.name);
     return known;
   }
+  const std::vector<at::Tensor> counted{order.ends, routing.finite};
   const std::vector<at::Tensor> read =
-      comm::read_on_host({order.ends, routing.finite, received}, options.name);
+      options.ep.alone()
+          ? comm::read_on_host(counted, options.name)
+          : exchange_counts(counted, routing.indices, weights.gate_up.size(0) * options.ep.size,
+                            dispatch_options);
   if (routing.finite.defined()) check_finite(routing, read[1]);
   known.offsets = on_cpu ? order.offsets : offsets_of(read[0]);
-  known.received = read[2];
+  if (!options.ep.alone()) known.received = read.back();
   return known;
 }
 
@@ -410,10 +414,7 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
   const DispatchOptions dispatch_options{follows && c10::GradMode::is_enabled(), options.ep,
                                          options.name};
   const Dispatch order = dispatch(routing.indices, count);
-  const KnownOnHost known = read_counts(
-      routing, order,
-      options.ep.alone() ? at::Tensor() : exchange_counts(routing.indices, count, dispatch_options),
-      weights, options);
+  const KnownOnHost known = read_counts(routing, order, weights, options, dispatch_options);
 
   at::Tensor rows = gather_tokens(x, order);
   if (before) rows = scale_rows(rows, routing.weights, order);

@@ -16,6 +16,7 @@
 #include "base/trace.h"
 #include "comm/batch.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "comm/turns.h"
 #include "grad/keep.h"
 #include "layout/range.h"
@@ -77,10 +78,11 @@ class Exchange {
     work_ = axis.group->issue(std::move(batch));
   }
 
-  void finish() {
+  void finish(const comm::Stream& stream = {}) {
     if (gives_turn_) comm::Turns::pass();
     RECORD_USER_SCOPE("tessera::wait");
     const auto begin = TraceClock::now();
+    const comm::StreamScope there(stream);
     work_->wait();
     if (arrives_) std::this_thread::sleep_until(*arrives_);
     const double waited = ms_since(begin);
@@ -223,9 +225,9 @@ RowsUnderWay::RowsUnderWay(const at::Tensor& rows, const Axis& axis, const Split
 }
 RowsUnderWay::~RowsUnderWay() = default;
 
-void RowsUnderWay::finish() {
+void RowsUnderWay::finish(const comm::Stream& stream) {
   TESSERA_INVARIANT(issued_, "rows that were waited for");
-  std::exchange(issued_, nullptr)->exchange.finish();
+  std::exchange(issued_, nullptr)->exchange.finish(stream);
 }
 
 at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
@@ -233,6 +235,19 @@ at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits&
   RowsUnderWay under_way(rows, axis, splits, where, direction);
   under_way.finish();
   return under_way.arriving();
+}
+
+std::vector<at::Tensor> exchange_rows_to_host(std::vector<at::Tensor> with, const at::Tensor& rows,
+                                              const Axis& axis, const Splits& splits,
+                                              const std::string& where) {
+  // The work lets go of it on a stream that its memory does not belong to: here it lives until the
+  // host has waited.
+  const at::Tensor sent = rows.contiguous();
+  RowsUnderWay under_way(sent, axis, splits, where, Direction::kForward);
+  const comm::Stream& reads = axis.group->host_reads();
+  under_way.finish(reads);
+  with.push_back(under_way.arriving());
+  return comm::read_on_host(with, where, reads);
 }
 
 }  // namespace tessera::parallel

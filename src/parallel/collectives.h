@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/stream.h"
 #include "parallel/axis.h"
 
 namespace tessera::parallel {
@@ -63,8 +64,8 @@ class RowsUnderWay {
 
   /// The rows that arrive: without values until finish().
   const at::Tensor& arriving() const { return arriving_; }
-  /// Waits. Once.
-  void finish();
+  /// Waits, on `stream` (empty: the caller's). Once.
+  void finish(const comm::Stream& stream = {});
 
  private:
   struct Issued;
@@ -74,5 +75,11 @@ class RowsUnderWay {
 /// Both at once. Bytes a rank sends: its rows but those for itself.
 at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits& splits,
                          const std::string& where, Direction direction = Direction::kForward);
+/// The rows that arrive on the host, behind `with`, which the caller's stream has made: one wait of
+/// the host for all, as comm::read_on_host(). It waits for this exchange and for nothing that another
+/// pass has launched during its turn: else each layer would drain the device.
+std::vector<at::Tensor> exchange_rows_to_host(std::vector<at::Tensor> with, const at::Tensor& rows,
+                                              const Axis& axis, const Splits& splits,
+                                              const std::string& where);
 
 }  // namespace tessera::parallel

@@ -241,14 +241,14 @@ class cuda:
     def test_another_torch_than_was_prepared_for_is_refused(self):
         self.pack("2.11.0")
         self.torch("2.13.0")
-        for verb in ("check", "bench"):
+        for verb in ("check", "bench", "overlap"):
             self.assertEqual(self.refused(verb, "logs"), "on_gpu: found torch 2.13.0, expected 2.11.0, "
                              "for which build/gpu was made; prepare it anew")
 
     def test_a_machine_without_a_gpu_is_refused(self):
         self.pack("2.11.0")
         self.torch("2.11.0")
-        for verb in ("check", "bench"):
+        for verb in ("check", "bench", "overlap"):
             self.assertEqual(self.refused(verb, "logs"), "on_gpu: torch sees no GPU")
 
     def test_what_lacks_is_named(self):

@@ -294,7 +294,7 @@ TEST_ON_RANKS(ExpertParallel, ExpertsThatDoNotDivideAreRefused, 2) {
   const parallel::Axis axis =
       parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
   const DispatchOptions dispatch_options{false, axis, "experts"};
-  EXPECT_THROW(exchange_counts(at::zeros({3, 1}, at::kLong), 3, dispatch_options), Error);
+  EXPECT_THROW(exchange_counts({}, at::zeros({3, 1}, at::kLong), 3, dispatch_options), Error);
   EXPECT_THROW(
       plan_dispatch({0, 1, 2, 3}, at::zeros({2, 2}, at::kLong), dispatch_options, at::kCPU), Error);
 }

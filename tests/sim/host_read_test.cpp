@@ -107,6 +107,21 @@ TEST_P(HostRead, WaitsForWhatItsStreamWaitsFor) {
   expect_same_bits(comm::read_on_host(values, "values"), at::full({1000}, 3.0F), "values");
 }
 
+// Naive: the copies come behind whatever the caller has launched meanwhile.
+TEST_P(HostRead, OnAStreamApartWaitsForWhatMadeItsValuesAlone) {
+  const auto expected = mixed(at::kCPU), tensors = mixed(device(0));
+  const Stream here = Stream::current(device(0)), apart = Stream::make(device(0));
+  comm::order(here, apart, EventSite::kIssue);
+  const HeldStream held(here.get());
+  at::zeros({1}, on(0));  // it does not end
+  const auto found = comm::read_on_host(tensors, "all", apart);
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    expect_same_bits(found[i], expected[i], std::to_string(i));
+  }
+  EXPECT_EQ(Stream::current(device(0)), here);
+}
+
 TEST_P(HostRead, StandsStillForNothingElse) {
   const std::vector<at::Tensor> tensors = mixed(device(0));
   take_counts();
@@ -361,18 +376,22 @@ using HostReadDeathTest = testing::Test;
 
 TEST(HostReadDeathTest, ItsEventIsFoundIfItIsLeftOut) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const auto first_of = [](bool with_event) {
+  const auto first_of = [](bool with_event, const Stream& apart) {
     const test_hooks::Set without(test_hooks::leaves_out_event,
                                   [&](EventSite site, comm::EventEnd /*end*/) {
                                     return site == EventSite::kHostRead && !with_event;
                                   });
-    const at::Tensor read = comm::read_on_host(at::full({5000}, 3.0, on(0)), "values");
+    const at::Tensor values = at::full({5000}, 3.0, on(0));
+    comm::order(Stream::current(device(0)), apart, EventSite::kIssue);
+    const at::Tensor read = comm::read_on_host({values}, "values", apart).front();
     const volatile float first = read.const_data_ptr<float>()[0];  // read, whoever wants it
     return first;
   };
-  EXPECT_EXIT(first_of(/*with_event=*/false), testing::ExitedWithCode(134),
-              "the host touches pinned memory before a copy from the device has arrived");
-  EXPECT_EQ(first_of(/*with_event=*/true), 3.0F);
+  for (const Stream& apart : {Stream(), Stream::make(device(0))}) {
+    EXPECT_EXIT(first_of(/*with_event=*/false, apart), testing::ExitedWithCode(134),
+                "the host touches pinned memory before a copy from the device has arrived");
+    EXPECT_EQ(first_of(/*with_event=*/true, apart), 3.0F);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Asked, HostRead, testing::Values(Done::kAtOnce, Done::kOnlyWhenWaited));

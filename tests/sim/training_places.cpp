@@ -127,10 +127,12 @@ const std::vector<RunKind>& run_kinds() {
   return all;
 }
 
-train::Config experts_run(const TemporaryFolder& folder) {
+train::Config experts_run(const TemporaryFolder& folder, int layers) {
   auto config = test::small_run(folder);
-  config.model.config = folder.write("experts.json", R"({"architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+  const std::string depth = concat(R"({"num_hidden_layers": )", layers, ",");
+  config.model.config = folder.write("experts.json", depth + R"(
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe", "hidden_size": 16, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "moe_intermediate_size": 24,
     "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": true, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": false,

@@ -36,6 +36,6 @@ struct RunKind {
 const std::vector<RunKind>& run_kinds();
 
 /// small_run with experts that a bf16 run on one rank multiplies without a read of the host.
-train::Config experts_run(const TemporaryFolder& folder);
+train::Config experts_run(const TemporaryFolder& folder, int layers = 2);
 
 }  // namespace tessera::sim
