@@ -77,7 +77,9 @@ struct BeginFunction : torch::autograd::Function<BeginFunction> {
                             const c10::intrusive_ptr<UnderWay>& under_way) {
     grad::refuse_recording("a transition between placements");
     ctx->saved_data["under way"] = c10::IValue::make_capsule(under_way);
-    return under_way->begin(Direction::kForward, rows.detach());
+    // The result gets a history, and the rows under way do not: with it they would hold the graph,
+    // which holds them, where an error comes before they are waited for.
+    return under_way->begin(Direction::kForward, rows.detach()).detach();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& /*grads*/) {
     base::refuse_double_backward();
