@@ -55,9 +55,12 @@
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
 
+namespace tessera::grad {
+class PairAccumulators;
+}  // namespace tessera::grad
+
 namespace tessera::fsdp {
 
-class PairAccumulators;
 class Runtime;
 class Unit;
 
@@ -226,13 +229,13 @@ class OpenStep {
   std::optional<std::uint64_t> first_of_plan_;
   std::vector<Stage> stages_;
   std::vector<OfUnit> units_;
-  std::vector<std::vector<UnitId>> lenders_;  // by unit
-  HeldUnits held_;                            // all of them, until it has ended
-  std::uint64_t weights_ = 0;                 // weights_of() these when it began
-  UnderWay forward_;                          // of a forward
-  UnderWay backward_;                         // of a backward, or of another call
-  UnderWay* now_ = &backward_;                // whose code has come by last
-  PairAccumulators* accumulators_ = nullptr;  // while a pair runs side by side
+  std::vector<std::vector<UnitId>> lenders_;        // by unit
+  HeldUnits held_;                                  // all of them, until it has ended
+  std::uint64_t weights_ = 0;                       // weights_of() these when it began
+  UnderWay forward_;                                // of a forward
+  UnderWay backward_;                               // of a backward, or of another call
+  UnderWay* now_ = &backward_;                      // whose code has come by last
+  grad::PairAccumulators* accumulators_ = nullptr;  // while a pair runs side by side
   std::vector<Action> log_;
   std::string base_marks_;
   StageRecord recorded_;  // what the backward under way goes through, where the step records

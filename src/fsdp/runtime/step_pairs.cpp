@@ -6,8 +6,8 @@
 #include "base/doing.h"
 #include "comm/turns.h"
 #include "fsdp/runtime/open_step.h"
-#include "fsdp/runtime/pair_accumulators.h"
 #include "fsdp/runtime/runtime.h"
+#include "grad/pair_accumulators.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -82,8 +82,8 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
   start_backward(backward.stage, backward.micro_batch, backward.backward);
   const auto backward_in_words = action_in_words();
   for (auto* under : {&forward_, &backward_}) under->pass.holds.assign(units_.size(), false);
-  PairAccumulators accumulators;
-  const Meanwhile<PairAccumulators*> of_units(accumulators_, &accumulators);
+  grad::PairAccumulators accumulators;
+  const Meanwhile<grad::PairAccumulators*> of_units(accumulators_, &accumulators);
   const Meanwhile<const Pass*> other_of_forward(forward_.pass.beside, &backward_.pass);
   const Meanwhile<const Pass*> other_of_backward(backward_.pass.beside, &forward_.pass);
   const Meanwhile inside(inside_pair_, true);

@@ -9,9 +9,9 @@
 #include "base/threads/backward_pass.h"
 #include "fsdp/agreed/pass_planner.h"
 #include "fsdp/runtime/open_step.h"
-#include "fsdp/runtime/pair_accumulators.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "grad/pair_accumulators.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -109,7 +109,11 @@ void OpenStep::begin_outermost() {
 void OpenStep::enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint) {
   if (is_pair()) {
     require_outside_of_backward();
-    accumulators_->enter(unit);
+    std::vector<std::shared_ptr<grad::Leaf>> leaves(unit.borrowed.begin(), unit.borrowed.end());
+    for (const auto& parameter : unit.parameters()) {
+      leaves.insert(leaves.end(), parameter->leaves.begin(), parameter->leaves.end());
+    }
+    accumulators_->enter(leaves);
   }
   now_ = &forward_;
   if (records_) return;

@@ -1,21 +1,19 @@
-#include "fsdp/runtime/pair_accumulators.h"
+#include "grad/pair_accumulators.h"
+
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/runtime/unit.h"
+namespace tessera::grad {
 
-namespace tessera::fsdp {
-
-void PairAccumulators::enter(const Unit& unit) {
+void PairAccumulators::enter(const std::vector<std::shared_ptr<Leaf>>& leaves) {
   at_enter_.push_back(others_.size());
-  const auto keep = [&](const std::shared_ptr<Leaf>& leaf) {
-    if (!leaf->owner->contract.trainable) return;
-    if (std::ranges::find(others_, leaf, &OfOther::leaf) != others_.end()) return;
+  for (const auto& leaf : leaves) {
+    if (!leaf->tensor.requires_grad()) continue;
+    if (std::ranges::find(others_, leaf, &OfOther::leaf) != others_.end()) continue;
     others_.push_back({leaf, torch::autograd::impl::try_get_grad_accumulator(leaf->tensor)});
-  };
-  for (const auto& parameter : unit.parameters()) std::ranges::for_each(parameter->leaves, keep);
-  std::ranges::for_each(unit.borrowed, keep);
+  }
 }
 
 void PairAccumulators::leave() {
@@ -33,4 +31,4 @@ void PairAccumulators::exchange() {
   }
 }
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::grad

@@ -12,16 +12,14 @@
 #include <vector>
 
 #include "comm/torch_compat.h"
+#include "grad/leaf.h"
 
-namespace tessera::fsdp {
-
-struct Leaf;
-class Unit;
+namespace tessera::grad {
 
 class PairAccumulators {
  public:
-  /// The forward enters the unit, and has not renewed its nodes yet.
-  void enter(const Unit& unit);
+  /// The forward enters a unit of these leaves, and has not renewed their nodes yet.
+  void enter(const std::vector<std::shared_ptr<Leaf>>& leaves);
   /// The forward leaves the unit that it entered last.
   void leave();
   /// The other pass resumes.
@@ -36,4 +34,4 @@ class PairAccumulators {
   std::vector<std::size_t> at_enter_;  // by open call: how many there were
 };
 
-}  // namespace tessera::fsdp
+}  // namespace tessera::grad
