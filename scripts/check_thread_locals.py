@@ -29,7 +29,7 @@ OF_A_RANK = {
     "src/fsdp/dtype_watch.cpp": {"t_observer": "watches the rank; it keeps a stack of units for each pass"},
     "src/fsdp/recompute.cpp": {
         "serial": "numbers the checkpoints of the rank",
-        "t_drew": "counts them, in steps that record, where no pass is beside another",
+        "t_drew": "counts those that drew; they end pairs",
     },
     "src/grad/leaf.cpp": {"counted": "of the graph task under way, counted again where that is another"},
     "src/parallel/collectives.cpp": {"t_times": "adds up what the rank's exchanges take, of both passes"},

@@ -92,14 +92,15 @@ class StepScope {
   /// alone (torch::autograd::grad): weight gradients would be missing.
   void begin_backward(int stage, std::int64_t micro_batch, Backward backward = Backward::kFull);
   /// A forward beside the backward of another micro-batch, or of another stage: while an exchange of
-  /// one is under way (of experts' rows, and what parallel::Axis::gives_turn says) the other one
-  /// computes, on this thread and on call stacks of their own. Gradients and results have the bits
-  /// of begin_forward() and begin_backward() in turn, which it does in a step that records, where
-  /// ranks or micro-batches take other numbers of turns, where checkpoints draw random numbers of the
-  /// process, and for a model that compile() plans. Neither function may wait for the other, nor run
-  /// another pair; an exception of one ends both and comes out of here. Errors: kUsage with
-  /// StepScopeOptions::micro_batches, which says that no forward comes before the last backward;
-  /// kComm where a pass takes other turns than in the first step of its schedule. Collective.
+  /// experts of one is under way (with pipeline.overlap = "all" of a run also one of tensor parallel
+  /// layers) the other one computes, on this thread and on a call stack of its own. Gradients and
+  /// results have the bits of begin_forward() and begin_backward() in turn. It runs them in turn in a
+  /// step that records, where ranks or micro-batches take other numbers of turns, where checkpoints
+  /// draw random numbers of the process, and for a model that compile() plans. Neither function may
+  /// wait for the other, nor call this scope; an exception of one ends both and comes out of here.
+  /// Errors: kUsage with StepScopeOptions::micro_batches, which says that no forward comes before the
+  /// last backward; kComm where a pass takes other turns than in the first step of its schedule.
+  /// Collective.
   void run_pair(const StepForward& forward, const StepBackward& backward);
   /// Forms what the kInputOnly backward of this stage and micro-batch has left, oldest first.
   void run_weight_gradients(int stage, std::int64_t micro_batch);

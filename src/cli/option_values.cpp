@@ -16,7 +16,7 @@ namespace {
 
 constexpr double kMostTemperature = 1e6;
 constexpr double kMostCost = 1e9;
-constexpr int kMostExchanges = 64;
+constexpr int kMostExchangesOfALayer = 64;
 constexpr double kMostRate = 1e21;
 
 /// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
@@ -39,8 +39,9 @@ std::string not_a_count(const std::string& text) {
   int value = -1;
   const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
   const bool is_number = failed == std::errc{} && rest == text.data() + text.size();
-  if (is_number && value >= 0 && value <= kMostExchanges) return "";
-  return concat("found ", printable(text), ", expected a whole number from 0 to ", kMostExchanges);
+  if (is_number && value >= 0 && value <= kMostExchangesOfALayer) return "";
+  return concat("found ", printable(text), ", expected a whole number from 0 to ",
+                kMostExchangesOfALayer);
 }
 
 /// Between commas.

@@ -34,7 +34,7 @@ namespace {
 
 constexpr std::int64_t kMostCsvBytes = std::int64_t{64} << 20;
 /// Of a micro-batch over all stages: far above any model, and simulated in some seconds.
-constexpr std::int64_t kMostExchanges = std::int64_t{1} << 18;
+constexpr std::int64_t kMostExchangesInAll = std::int64_t{1} << 18;
 constexpr std::int64_t kMostTraceBytes = std::int64_t{64} << 20;
 
 /// What was asked for, with messages: a file's own, else those that follow.
@@ -145,9 +145,9 @@ std::optional<pipeline::Exchanges> exchanges_of(const ScheduleArguments& argumen
                                       arguments.layers, arguments.exchange_cost.value_or(0.0)};
   const std::int64_t pieces =
       std::int64_t{stages} * exchanges.layers * (exchanges.forward + exchanges.backward);
-  TESSERA_CHECK(pieces <= kMostExchanges, ErrorKind::kUsage, "--exchanges: found ",
+  TESSERA_CHECK(pieces <= kMostExchangesInAll, ErrorKind::kUsage, "--exchanges: found ",
                 joined(arguments.exchanges), " in ", exchanges.layers, " layers of ", stages,
-                " stages, ", pieces, " in all, expected at most ", kMostExchanges);
+                " stages, ", pieces, " in all, expected at most ", kMostExchangesInAll);
   return exchanges;
 }
 

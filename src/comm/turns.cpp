@@ -156,7 +156,7 @@ class Turns::Stacks {
   /// Suspends the side that runs until the other one resumes it.
   void resume(Side& other);
   void require_may_pass(const Side& other) const;
-  /// Of the side that runs, for a trace.
+  /// Adds the piece of the side that runs to a trace.
   void end_piece();
 
   const c10::Device device_;
@@ -206,8 +206,8 @@ void Turns::Stacks::begin_second() {
   stacks.call([&stacks] {
     stacks.state_at_begin_->set();
     (*stacks.second_body_)();
+    stacks.end_piece();
   });
-  stacks.end_piece();
   stacks.second_.graph_task = -1;
   stacks.second_.has_ended = true;
   if (stacks.options_->at_turn) stacks.options_->at_turn();
@@ -260,15 +260,16 @@ Turns::Counts Turns::Stacks::run(const std::function<void()>& first,
   handled_at_begin_ = std::current_exception();
   options_ = &options;
   piece_began_ = TraceClock::now();
+  const struct Ends {
+    ~Ends() { now_ = nullptr; }
+  } however_it_ends;
   now_ = this;
-  call(first);
+  call([&] {
+    first();
+    if (second_.has_ended) end_piece();
+  });
   first_.has_ended = true;
-  if (!second_.has_ended && (second_.has_begun || !error_)) {
-    resume(second_);
-  } else {
-    end_piece();
-  }
-  now_ = nullptr;
+  if (!second_.has_ended && (second_.has_begun || !error_)) resume(second_);
   handled_at_begin_ = nullptr;
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   return {first_.passed, second_.passed};

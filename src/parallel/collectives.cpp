@@ -49,7 +49,7 @@ class Exchange {
  public:
   Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where,
            Direction direction)
-      : gives_turn_(axis.gives_turn) {
+      : gives_turn_(axis.gives_turn), on_cpu_(axis.group == nullptr || !axis.group->stream()) {
     TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name,
                       " of one rank");
     comm::Batch batch;
@@ -86,8 +86,10 @@ class Exchange {
     work_->wait();
     if (arrives_) std::this_thread::sleep_until(*arrives_);
     const double waited = ms_since(begin);
-    t_times.in_flight += ms_since(issued_);
-    t_times.waited += waited;
+    if (on_cpu_) {
+      t_times.in_flight += ms_since(issued_);
+      t_times.waited += waited;
+    }
     // A step that was traced may have ended since.
     if (trace_ == nullptr || trace_ != current_trace()) return;
     span_.end = trace_->now();
@@ -97,6 +99,7 @@ class Exchange {
 
  private:
   const bool gives_turn_;
+  const bool on_cpu_;
   const TraceClock::time_point issued_ = TraceClock::now();
   Trace* trace_ = current_trace();
   TraceSpan span_;

@@ -38,12 +38,17 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
                                    SumDtype result, const std::string& where,
                                    Direction direction = Direction::kForward);
 
-/// What the exchanges of this thread's rank have taken so far, in ms, as the host sees them: from their
-/// issue to the end of the wait, two at once counted twice, and the part of that in which the host
-/// stood waiting. On a device it waits for none.
+/// Adds up the exchanges of this thread's rank, in ms, as the host sees them: from the issue to the
+/// end of the wait, two at once counted twice, and the part of that in which the host stood waiting.
+/// Those on a device are left out, as the host waits for none of them.
 struct ExchangeTimes {
   double in_flight = 0;
   double waited = 0;
+
+  double hidden() const { return in_flight - waited; }
+  ExchangeTimes operator-(const ExchangeTimes& before) const {
+    return {in_flight - before.in_flight, waited - before.waited};
+  }
 };
 ExchangeTimes exchange_times();
 

@@ -158,7 +158,8 @@ struct Pipeline::Impl {
     scoped.reshard = options.reshard;
     scoped.sync_every_micro_batch = options.sync_every_micro_batch;
     // Other stages enter other units.
-    scoped.schedule = concat("pipeline ", program.hash(), ", stages set ", times_set, " times");
+    scoped.schedule = concat("pipeline ", program.hash(), ", stages set ", times_set, " times",
+                             options.overlap ? "" : ", pairs in turn");
     scoped.stages = static_cast<int>(stages.size());
     StepScope scope(*root, scoped);
     return runner->run(program, pointers,

@@ -267,9 +267,10 @@ class Walk {
       compute(slot.action, std::move(first));
     }
     if (trace == nullptr) return;
-    const auto now = parallel::exchange_times();
-    const double hidden = now.in_flight - exchanged.in_flight - (now.waited - exchanged.waited);
-    trace->add({TraceRow::kSlots, to_string(slot), begin, trace->now(), {{"hidden_ms", hidden}}});
+    TraceSpan span{TraceRow::kSlots, to_string(slot), begin, trace->now(), {}};
+    const auto of_slot = parallel::exchange_times() - exchanged;
+    if (of_slot.in_flight > 0) span.arguments.emplace_back("hidden_ms", of_slot.hidden());
+    trace->add(std::move(span));
   }
 
   /// What both need has arrived, what they give is sent when the slot ends.
@@ -282,12 +283,15 @@ class Walk {
     }
     auto& flight = take_off(forward, inputs);
     // Roots may need numbers of other ranks, for which no pass waits on its own stack.
+    place_.action = &backward;
     auto begins = roots_of(backward, gradients);
+    place_.action = nullptr;
     gradients.clear();
     scope_->run_pair({in_scope(forward.stage), forward.micro_batch,
                       [&] { computing(forward, [&] { run_forward(forward, flight, inputs); }); }},
-                     {in_scope(backward.stage), backward.micro_batch, mode_of(backward),
-                      [&] { computing(backward, [&] { run_backward(backward, begins); }); }});
+                     {in_scope(backward.stage), backward.micro_batch, mode_of(backward), [&] {
+                        computing(backward, [&] { run_backward(backward, std::move(begins)); });
+                      }});
     end(backward);
   }
 
@@ -308,10 +312,10 @@ class Walk {
     } catch (const comm::Turns::Ended&) {
       throw;
     } catch (const std::exception&) {
-      place_.action = &action;
+      if (!std::exchange(has_failed_, true)) place_.action = &action;
       throw;
     }
-    place_.action = nullptr;
+    if (!has_failed_) place_.action = nullptr;
     if (looked_at != nullptr) (*looked_at)(nullptr);
   }
 
@@ -325,11 +329,11 @@ class Walk {
       }
       case ActionKind::kInputGradient:
       case ActionKind::kBackward: {
-        const auto begins = roots_of(action, needed);
+        auto begins = roots_of(action, needed);
         if (scope_ != nullptr) {
           scope_->begin_backward(in_scope(action.stage), action.micro_batch, mode_of(action));
         }
-        run_backward(action, begins);
+        run_backward(action, std::move(begins));
         break;
       }
       case ActionKind::kWeightGradient:
@@ -425,13 +429,16 @@ class Walk {
     return begins;
   }
 
-  void run_backward(const Action& action, const Begins& begins) {
+  void run_backward(const Action& action, Begins begins) {
     // Where all is frozen up to here there is none. The scope is told all the same: other ranks of
     // the stage may have some.
     if (!begins.edges.empty()) {
       torch::autograd::Engine::get_default_engine().execute(
           begins.edges, begins.gradients, /*keep_graph=*/false, /*create_graph=*/false,
           /*accumulate_grad=*/true);
+      // Of a pair: the graph's nodes go, and the forward goes on.
+      begins.edges.clear();
+      begins.gradients.clear();
     }
     if (action.stage > 0) give(action, gradients_of(action, begins.inputs));
   }
@@ -483,6 +490,7 @@ class Walk {
   std::size_t posted_ = 0;
   std::size_t arrived_ = 0;
   std::vector<Tensors> results_;
+  bool has_failed_ = false;  ///< an action: `place_` is its place
   Place place_;
 };
 

@@ -427,13 +427,12 @@ class Trainer {
     return {metrics, most[2] > 0, most[3] > 0};
   }
 
-  /// What exchanges have taken since `before`.
-  void add_exchanges(const parallel::ExchangeTimes& before, StepMetrics& metrics) const {
-    const auto now = parallel::exchange_times();
-    const double in_flight = now.in_flight - before.in_flight;
-    if (in_flight == 0 || !world_.device().is_cpu()) return;
-    metrics.exchange_ms = in_flight;
-    metrics.exchange_hidden_ms = in_flight - (now.waited - before.waited);
+  /// Adds what exchanges have taken since `before`.
+  static void add_exchanges(const parallel::ExchangeTimes& before, StepMetrics& metrics) {
+    const auto of_step = parallel::exchange_times() - before;
+    if (of_step.in_flight == 0) return;
+    metrics.exchange_ms = of_step.in_flight;
+    metrics.exchange_hidden_ms = of_step.hidden();
   }
 
   void add_speed(double tokens, StepMetrics& metrics) const {

@@ -37,6 +37,11 @@ void KnownSteps::drop_first_beyond_most(bool was_followed) {
   all_.erase(std::ranges::find(all_, was_followed, &One::was_followed));
 }
 
+void KnownSteps::note_draws(const Schedule& schedule) {
+  const auto found = std::ranges::find(all_, schedule, &One::schedule);
+  if (found != all_.end()) found->step.turns.draws = true;
+}
+
 void KnownSteps::forget(const Schedule& schedule) {
   std::erase_if(all_, [&](const One& one) { return one.schedule == schedule; });
 }

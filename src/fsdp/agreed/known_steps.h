@@ -59,6 +59,8 @@ class KnownSteps {
   /// Replaces the record of `schedule`. Beyond kMost records that were never followed the oldest of
   /// them is dropped, beyond kMost that were the one that was followed least recently.
   void put(const Schedule& schedule, StepRecord record, StepTurns turns = {});
+  /// From now on a checkpoint of its steps is known to draw random numbers of the process.
+  void note_draws(const Schedule& schedule);
   void forget(const Schedule& schedule);
   void forget_plans();
   void clear() { all_.clear(); }

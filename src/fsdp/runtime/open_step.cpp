@@ -44,8 +44,8 @@ OpenStep::OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t num
       number_(number),
       stages_(static_cast<std::size_t>(options_.stages)),
       units_(runtime.units().size()) {
-  rest(forward_);
-  rest(backward_);
+  reset(forward_);
+  reset(backward_);
   for (const auto* unit : runtime.units()) {
     std::vector<UnitId> ids;
     for (const auto& lender : unit->lenders) ids.push_back(lender->id());
@@ -188,6 +188,11 @@ void OpenStep::finish() {
     // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
     if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
+  if (records_ && record_.varies && asked_for_pairs_) {
+    runtime_.warn_of_no_pairs("micro-batches of a stage enter different units");
+  }
+  if (!records_ && turns_.draws)
+    runtime_.planning().known.note_draws({options_.schedule, options_.stages});
   if (records_) {
     runtime_.know_step({options_.schedule, options_.stages}, std::move(record_), std::move(turns_));
   }
@@ -225,7 +230,7 @@ void OpenStep::start(UnderWay& under, Action action) {
 }
 
 /// Nothing is under way there.
-void OpenStep::rest(UnderWay& under) { under = {.marks = &base_marks_}; }
+void OpenStep::reset(UnderWay& under) { under = {.marks = &base_marks_}; }
 
 void OpenStep::end_action() {
   now_ = &forward_;
@@ -238,13 +243,15 @@ void OpenStep::end_action() {
       end_backward();
     });
   }
-  rest(forward_);
-  rest(backward_);
+  reset(forward_);
+  reset(backward_);
 }
 
 void OpenStep::end_forward() {
   const auto& action = forward_.action;
   auto& record = record_.stages[static_cast<std::size_t>(action.stage)];
+  // From the next pair on: what a checkpoint drew comes again while the other pass computes.
+  turns_.draws = turns_.draws || forward_.drew_before != checkpoints_that_drew();
   if (!records_) {
     if (action.parts < record.parts.size()) {
       leave_record("no other forward",
@@ -258,7 +265,6 @@ void OpenStep::end_forward() {
                 ": found no forward of the model after it, expected one before the next call");
   auto& turns = turns_.stages[static_cast<std::size_t>(action.stage)];
   count_turns(forward_, turns.forward, /*is_first=*/record.parts.empty());
-  turns_.draws = turns_.draws || forward_.drew_before != checkpoints_that_drew();
   if (record.parts.empty()) {
     record.parts = parts;
   } else if (record.parts != parts) {

@@ -35,7 +35,7 @@
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
 // The functions that it calls stand together in runtime.h.
 // Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
-// backwards inside), ../agreed/order.h.
+// backwards inside), step_pairs.cpp, ../agreed/order.h.
 #pragma once
 
 #include <cstdint>
@@ -180,15 +180,8 @@ class OpenStep {
   void start_forward(int stage, std::int64_t micro_batch);
   void start_backward(int stage, std::int64_t micro_batch, Backward backward);
   void start(UnderWay& under, Action action);
-  void rest(UnderWay& under);
+  void reset(UnderWay& under);
   void end_action();
-  // step_pairs.cpp
-  std::string why_in_turn(int forward_stage, int backward_stage) const;
-  void call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run);
-  void run_beside(const StepForward& forward, const StepBackward& backward);
-  static void count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
-                          bool is_first);
-  void require_turns(const std::string& of, std::int64_t found, std::int64_t expected);
   void end_forward();
   void use_units(int stage, const std::vector<Trace>& parts);
   bool all_have_run() const;
@@ -197,6 +190,13 @@ class OpenStep {
   void touch(int stage);
   void require_whole();
   std::exception_ptr refusal_of_end();
+  // step_pairs.cpp
+  std::string why_in_turn(int forward_stage, int backward_stage) const;
+  void call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run);
+  void run_beside(const StepForward& forward, const StepBackward& backward);
+  static void count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
+                          bool is_first);
+  void require_turns(const std::string& of, std::int64_t found, std::int64_t expected);
   // step_passes.cpp
   [[noreturn]] void fail(ErrorKind kind, const std::string& message);
   [[noreturn]] void leave_record(const std::string& found, const std::string& expected);
@@ -219,6 +219,7 @@ class OpenStep {
   bool records_ = true;
   bool units_changed_ = false;
   bool finished_ = false;
+  bool asked_for_pairs_ = false;
   bool inside_pair_ = false;    // a function of a pair runs, in turn or beside the other
   KnownStep* known_ = nullptr;  // while it begins; null: it records
   StepRecord record_;           // what is followed, or has been recorded so far

@@ -26,6 +26,23 @@ class Meanwhile {
   T& place_;
 };
 
+/// At its end, after a failure: the caller's stack is in no unit and no step any more, whichever of
+/// the two stacks has said so for itself.
+class LeavesLabels {
+ public:
+  explicit LeavesLabels(const Runtime& runtime) : runtime_(runtime) {}
+  ~LeavesLabels() {
+    if (!runtime_.has_failed()) return;
+    UnitHere::leave_step();
+    UnitHere::enter(std::string_view());
+  }
+  LeavesLabels(const LeavesLabels&) = delete;
+  LeavesLabels& operator=(const LeavesLabels&) = delete;
+
+ private:
+  const Runtime& runtime_;
+};
+
 }  // namespace
 
 /// Why these run one after the other, which is the same on every rank; empty: they do not.
@@ -42,6 +59,9 @@ std::string OpenStep::why_in_turn(int forward_stage, int backward_stage) const {
 void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward) {
   constexpr auto kWhat = "StepScope::run_pair";
   require_open(kWhat);
+  TESSERA_CHECK(!comm::Turns::under_way(), ErrorKind::kUsage, kWhat,
+                ": found a pair of another model under way, expected it to end before");
+  asked_for_pairs_ = true;
   TESSERA_CHECK(
       !options_.micro_batches, ErrorKind::kUsage, kWhat,
       ": found StepScopeOptions::micro_batches, which says that a forward comes after the "
@@ -87,6 +107,7 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
   const Meanwhile<const Pass*> other_of_forward(forward_.pass.beside, &backward_.pass);
   const Meanwhile<const Pass*> other_of_backward(backward_.pass.beside, &forward_.pass);
   const Meanwhile inside(inside_pair_, true);
+  const LeavesLabels at_the_end(runtime_);
   const auto turns = runtime_.turns().run(
       [&] { call_of_pair(forward.stage, forward.micro_batch, forward.run); },
       [&] { call_of_pair(backward.stage, backward.micro_batch, backward.run); },
@@ -114,7 +135,8 @@ void OpenStep::count_turns(const UnderWay& under, std::optional<std::int64_t>& r
 void OpenStep::require_turns(const std::string& of, std::int64_t found, std::int64_t expected) {
   if (found == expected) return;
   leave_record_in(of, concat(found, " turns"), concat(expected),
-                  "exchanges in every step of it, or set pipeline.overlap to \"off\"");
+                  "exchanges in every step of it, or run no pairs under each other "
+                  "(pipeline.overlap = \"off\", PipelineOptions::overlap = false)");
 }
 
 }  // namespace tessera::fsdp

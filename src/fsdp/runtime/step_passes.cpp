@@ -325,7 +325,7 @@ void OpenStep::end_backward() {
     auto& turns = turns_.stages[static_cast<std::size_t>(backward_.action.stage)];
     count_turns(backward_, turns.backward, is_first);
   }
-  rest(backward_);
+  reset(backward_);
 }
 
 }  // namespace tessera::fsdp
