@@ -43,7 +43,7 @@ class FaultSites {
     happens_ = std::move(happens);
   }
   const Counts& counts() const { return counts_; }
-  int alive = 0;  ///< graphs' nodes that hold a Witness
+  std::atomic<int> alive = 0;  ///< graphs' nodes that hold a Witness
 
  private:
   Counts counts_{};

@@ -150,14 +150,15 @@ TEST(StepPairFaults, AUnitThatBothUseIsGatheredOnceAndStaysForTheLastOfThem) {
   }
 }
 
+at::Tensor turn(const at::Tensor& x) {
+  static thread_local FaultSites none;
+  return Passage::apply(x, c10::make_intrusive<Witness>(none, true));
+}
+
 /// x (256 w), x w and x (-256 w), the weight used in this order, with a turn before the last use: in
 /// bf16 the backward's sum is 0, and 1 where it is formed in two parts.
 Several cancelling(Body& body, const Several& inputs) {
   const auto run = [&body](const Several& in) {
-    const auto turn = [](const at::Tensor& x) {
-      static thread_local FaultSites none;
-      return Passage::apply(x, c10::make_intrusive<Witness>(none, true));
-    };
     const at::Tensor& x = in[0];
     const at::Tensor y = x * body.weight * -256.0 + x * body.weight;
     return turn(y) + x * body.weight * 256.0;
@@ -165,10 +166,11 @@ Several cancelling(Body& body, const Several& inputs) {
   return {checkpoint(run, {inputs[0]})};
 }
 
-// Naive: a recomputation in a unit gives its weights new accumulators, while a forward is inside.
+// Naive: a forward gives a unit's weights new accumulators while a backward runs a checkpoint inside,
+// or the other way round.
 TEST(StepPairFaults, WhatBf16AddsUpIsAddedInOneSumWhereBothAreInAUnit) {
-  for (const int count : {1, 2}) {
-    ranks(count).run([](World& world) {
+  for (const int turns_before : {0, 1, 2}) {
+    ranks(1).run([turns_before](World& world) {
       std::vector<Tensors> found;
       for (const bool as_pairs : {false, true}) {
         auto model = fully_shard(std::make_shared<Body>(cancelling), data_mesh(world),
@@ -178,8 +180,9 @@ TEST(StepPairFaults, WhatBf16AddsUpIsAddedInOneSumWhereBothAreInAUnit) {
           StepScope scope(model, {.schedule = "cancelling"});
           std::map<int, at::Tensor> losses;
           const auto forward = [&](int micro_batch) {
-            losses[micro_batch] =
-                model.forward({here(at::ones({1, Body::kWidth})).requires_grad_()})[0].sum();
+            at::Tensor x = here(at::ones({1, Body::kWidth})).requires_grad_();
+            for (int i = 0; i < turns_before; ++i) x = turn(x);
+            losses[micro_batch] = model.forward({x})[0].sum();
           };
           const auto back = [&](int micro_batch) { backward(losses[micro_batch]); };
           scope.begin_forward(0, 0);
@@ -449,8 +452,8 @@ TEST(StepPairErrors, AnInterruptOfAWaitEndsBothPassesOnBothRanks) {
       }
       run_pairs(world, model, 2);
     });
-    EXPECT_EQ(model.sites().alive, 0);
     seat.wait();
+    EXPECT_EQ(model.sites().alive, 0);
     world.recover();
     expect_right_steps(world, model);
   });

@@ -115,7 +115,7 @@ std::uint64_t programs_in_all(std::uint64_t few) { return full_proof() ? 40 * fe
 // Naive: a pass that reads what the other one gathered, recomputes, adds or draws.
 TEST(StepPairs, ProgramsHaveTheBitsOfOneAfterTheOther) {
   for (const int count : {1, 2, 4}) {
-    for (std::uint64_t seed = 0; seed < programs_in_all(12); ++seed) {
+    for (std::uint64_t seed = 0; seed < programs_in_all(9); ++seed) {
       const auto program = drawn_program(100 * static_cast<std::uint64_t>(count) + seed, count);
       const test_hooks::Set delays(test_hooks::exchange_delay, drawn_delays(seed));
       ranks(count).run([&](World& world) {
@@ -151,7 +151,7 @@ TEST(StepPairs, AnErrorAtAnyTurnEndsTheStepEverywhereAndTheNextOneIsRight) {
   std::map<FaultSite, int> tried;
   base::Mutex mutex;
   for (const int count : {1, 2, 4}) {
-    for (std::uint64_t seed = 0; seed < programs_in_all(10); ++seed) {
+    for (std::uint64_t seed = 0; seed < programs_in_all(8); ++seed) {
       const auto program = drawn_program(1000 * static_cast<std::uint64_t>(count) + seed, count);
       std::mt19937_64 drawn(seed);
       const int culprit = static_cast<int>(drawn() % static_cast<std::uint64_t>(count));
@@ -184,10 +184,11 @@ TEST(StepPairs, AnErrorAtAnyTurnEndsTheStepEverywhereAndTheNextOneIsRight) {
                                  Says(concat("rank ", culprit, ": an exception left"))))
             << program.text << ", rank " << world.rank() << ", site "
             << static_cast<int>(fault.site) << ", " << fault.at;
-        // Autograd's queue of this thread keeps what was ready and did not run until the next one.
+        // Autograd's queue of this thread keeps what was ready and did not run until the next one;
+        // other ranks keep what this one sent them.
         backward(squares(here(at::ones({1})).requires_grad_()));
-        EXPECT_EQ(model.sites().alive, 0) << program.text;
         seat.wait();
+        EXPECT_EQ(model.sites().alive, 0) << program.text;
         world.recover();
         for (auto* each : {&model, &other}) each->handle.zero_grad();
         expect_same_steps(world, program, model, other, 2, 2);
