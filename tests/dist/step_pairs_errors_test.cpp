@@ -160,8 +160,11 @@ at::Tensor turn(const at::Tensor& x) {
 Several cancelling(Body& body, const Several& inputs) {
   const auto run = [&body](const Several& in) {
     const at::Tensor& x = in[0];
-    const at::Tensor y = x * body.weight * -256.0 + x * body.weight;
-    return turn(y) + x * body.weight * 256.0;
+    const at::Tensor first = x * body.weight * -256.0;  // each use by itself: compilers differ
+    const at::Tensor second = x * body.weight;
+    const at::Tensor both = turn(first + second);
+    const at::Tensor third = x * body.weight * 256.0;
+    return both + third;
   };
   return {checkpoint(run, {inputs[0]})};
 }

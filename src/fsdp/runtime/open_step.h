@@ -24,13 +24,14 @@
 // take turns at exchanges (comm/turns.h), so that those of one are under way while the other
 // computes. Each has an action and a pass of its own (UnderWay), and every call of the runtime says
 // by itself whose it is: a forward's, or a backward's, recomputation included. A unit that both use
-// is gathered by the first that comes to it and given back by the last that leaves it; since turns
-// go by counts, these are the same on every rank. Ranks issue exchanges in the same order if each of
-// them takes as many turns: a step that records counts those of each stage's forward and backward,
-// ranks compare the counts when a later one begins, and a pass that leaves them fails. Where there
-// is no record, where ranks or micro-batches have other counts, or where a checkpoint draws random
-// numbers of the process, a pair runs in turn: the forward, then the backward. A rank's pair never
-// meets a backward that is being recorded, whose agreements no forward expects.
+// is gathered by the first that comes to it and given back by the last that leaves it, and each has
+// AccumulateGrad nodes of its own there (grad/pair_accumulators.h); since turns go by counts, these
+// are the same on every rank. Ranks issue exchanges in the same order if each of them takes as many
+// turns: a step that records counts those of each stage's forward and backward, ranks compare the
+// counts when a later one begins, and a pass that leaves them fails. Where there is no record,
+// where ranks or micro-batches have other counts, or where a checkpoint draws random numbers of the
+// process, a pair runs in turn: the forward, then the backward. A rank's pair never meets a
+// backward that is being recorded, whose agreements no forward expects.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
 // The functions that it calls stand together in runtime.h.
