@@ -19,8 +19,10 @@
 
 namespace tessera::train {
 
-/// What a rank issues in a step, by kind and unit, in order.
+/// What a rank issues in a step, by kind and unit, in order; all of activations under kActivations,
+/// which its own thread issues, in whatever order beside parameters.
 using Issued = std::map<std::string, std::vector<std::string>>;
+inline constexpr const char* kActivations = "activations";
 
 /// Sequence numbers count from the first step of a run. Norms, counts and agreements are relayed, and
 /// a run has more of them.
@@ -29,6 +31,9 @@ inline void add(Issued& issued, comm::Entry entry) {
   entry.sequence = 0;
   entry.label.controls.clear();  // the model's number in the process is among them
   issued[concat(to_string(entry.label.kind), " of ", entry.label.unit)].push_back(to_string(entry));
+  if (entry.label.activations != comm::ActivationPass::kNone) {
+    issued[kActivations].push_back(to_string(entry));
+  }
 }
 
 /// All ranks in the last step of a run of two.

@@ -2,8 +2,11 @@
 // rank issues the same collectives, group by group in the same order, of the same bytes.
 #include "train/dry/dry_step.h"
 
+#include <atomic>
 #include <sstream>
 
+#include "base/test_hooks.h"
+#include "comm/turns.h"
 #include "proof.h"
 #include "support/test.h"
 #include "unit/train/counted_run.h"
@@ -69,6 +72,58 @@ TEST(DryStep, WithTheLoadsOfARunHoldsWhatItHolds) {
       EXPECT_EQ(dry.held.pool, real.parts.pool) << "rank " << rank;
       EXPECT_EQ(dry.held.gradients, real.parts.gradients) << "rank " << rank;
     }
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+/// Experts over several ranks under a schedule whose forwards run beside backwards.
+std::vector<Drawn> drawn_pairs(std::size_t count) {
+  std::vector<Drawn> found;
+  for (Drawn d : drawn_over_ep(count)) {
+    const std::size_t turn = found.size();
+    d.pp = 1 + static_cast<int>(turn % 2);
+    if (d.pp == 2) d.replicate = 1;
+    d.form = 0;
+    d.schedule = "Paired1F1B";
+    d.micro_batches = 4;
+    d.pipeline_reshard = turn % 4 < 2 ? PipelineReshard::kMicroBatch : PipelineReshard::kStep;
+    found.push_back(d);
+  }
+  return found;
+}
+
+// Both passes have memory at once, and issue in the order of their turns.
+TEST(DryStep, OfPairsIssuesAndHoldsWhatARunDoes) {
+  std::uint32_t seed = 100;
+  std::atomic<int> in_pairs = 0;
+  const test_hooks::Set counts(test_hooks::exchange_delay, [&](const std::string&) {
+    if (comm::Turns::under_way()) ++in_pairs;
+    return std::chrono::microseconds(0);
+  });
+  for (const Drawn& d : drawn_pairs(test::full_proof() ? 60 : 4)) {
+    std::ostringstream words;
+    words << "pairs " << ++seed << ": " << d;
+    SCOPED_TRACE(words.str());
+    DrawnRun run(d);
+    const auto issued = issued_in_run(run.config, d.ranks());
+    const int of_run = in_pairs.exchange(0);
+    EXPECT_GT(of_run, 0);
+    run.config.metrics.trace_steps.clear();
+    const ExpertLoads loads = drawn_loads(seed, models::routed_experts(run.source.spec));
+    const auto held = held_by_run(run.config, run.source, d.ranks(), loads);
+    EXPECT_EQ(in_pairs.exchange(0), of_run);
+    int in_dry = 0;
+    for (int rank = 0; rank < d.ranks(); ++rank) {
+      const auto of_rank = static_cast<std::size_t>(rank);
+      const auto dry = issued_in(dry_step(run.config, run.source, rank, d.ranks()));
+      in_dry += in_pairs.exchange(0);
+      expect_same(dry, issued[of_rank], rank);
+      EXPECT_TRUE(dry.contains(kActivations));
+      expect_near(dry_step(run.config, run.source, rank, d.ranks(), {.loads = loads}),
+                  held[of_rank], {}, rank);
+      in_pairs = 0;
+    }
+    EXPECT_EQ(in_dry, of_run);
     if (::testing::Test::HasFailure()) return;
   }
 }
