@@ -236,6 +236,76 @@ TEST(PipelineMemory, AllRanksTogetherHoldTheModelsShards) {
       << "but for padding";
 }
 
+// ------------------------------------------------------------------------ pairs
+
+/// Experts over two ranks, eight micro-batches a step.
+struct Pairs {
+  std::int64_t layers = 4;
+  std::int64_t positions = 256;
+  RecomputeMode mode = RecomputeMode::kNone;
+
+  static constexpr std::int64_t kRows = 2;
+  static constexpr double kFloat = 4;
+  double slots() const { return static_cast<double>(kRows * positions * 3); }  // 3 experts a token
+  /// Rows of an exchange, sent and received.
+  double exchange() const { return 2 * slots() * 128 * kFloat; }
+  /// Of the layer whose weight gradients wait for the exchange that they are formed under.
+  double under_exchange() const { return slots() * (3.0 * 96 + 2.0 * 128) * kFloat; }
+
+  /// The most activations and their gradients of rank 0.
+  double activations(const std::string& schedule, int stages, pipeline::Overlap overlap) const {
+    const TemporaryFolder folder;
+    Config config = run_case(folder, train::Head::kOwn);
+    write_model(folder, "qwen3-moe-fp32", [&](auto& model, auto& text) {
+      widen(model, text);
+      text.update({{"num_hidden_layers", layers}, {"vocab_size", 264}});
+    });
+    config.activation_checkpoint.mode = mode;
+    config.parallelism.pipeline_parallel_degree = stages;
+    config.parallelism.data_parallel_shard_degree = config.parallelism.expert_parallel_degree = 2;
+    config.pipeline.schedule = schedule;
+    config.pipeline.overlap = overlap;
+    config.pipeline.reshard = PipelineReshard::kStep;
+    config.precision.param_dtype.dtype = DType::kFloat32;
+    config.training.seq_len = positions;
+    config.training.local_batch_size = kRows;
+    config.training.global_batch_size = kRows * 8 * 2;
+    const auto source = open_model(config.model, config.lora);
+    const auto step = dry_step(config, source, 0, 2 * stages);
+    return static_cast<double>(step.peak - step.between_steps - step.held.unsharded -
+                               step.held.gradients);
+  }
+};
+
+// A forward grows by a layer while the backward beside it shrinks by one: two micro-batches have the
+// layers of one, and of one layer both. In turn the forward is there before the backward begins. That
+// a dry step holds what a run does: dry_step_test.cpp.
+TEST(PipelineMemory, APairHoldsTheLayersOfOneMicroBatchAndAnExchange) {
+  for (const Pairs& pairs : {Pairs{4, 256}, Pairs{8, 128}}) {
+    SCOPED_TRACE(concat(pairs.layers, " layers, ", pairs.positions, " positions"));
+    const double alone = pairs.activations("1F1B", 1, pipeline::Overlap::kOff);
+    const double in_turn = pairs.activations("Paired1F1B", 1, pipeline::Overlap::kOff);
+    const double found = pairs.activations("Paired1F1B", 1, pipeline::Overlap::kExperts);
+    const double layer = alone / static_cast<double>(pairs.layers);
+    EXPECT_NEAR(found, alone + layer + pairs.exchange(), 0.05 * found);
+    EXPECT_GT(in_turn, 2 * alone);
+  }
+}
+
+// Naive: what a pass has for its layer alone comes on top of all that the other one keeps.
+TEST(PipelineMemory, PairsAddOneExchangeAndALayersWeightsAtMost) {
+  for (const RecomputeMode mode : {RecomputeMode::kNone, RecomputeMode::kFull}) {
+    for (const auto& [schedule, stages] :
+         {std::pair<const char*, int>{"Paired1F1B", 1}, {"DualPipeV", 2}}) {
+      SCOPED_TRACE(concat(schedule, ", mode ", static_cast<int>(mode)));
+      const Pairs pairs{4, 256, mode};
+      const double in_turn = pairs.activations(schedule, stages, pipeline::Overlap::kOff);
+      const double found = pairs.activations(schedule, stages, pipeline::Overlap::kExperts);
+      EXPECT_LT(found, in_turn + pairs.exchange() + pairs.under_exchange());
+    }
+  }
+}
+
 TEST(PipelineTraffic, IsOnceAStepOrTwiceAMicroBatch) {
   const Stepped once;
   const auto step = step_traffic(once.config, once.steps[0]);
