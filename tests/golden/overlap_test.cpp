@@ -375,13 +375,16 @@ struct Product {
             .overlap = overlaps[choice[7]],
             .threads = 1 + static_cast<int>(turn % 2)};
   }
-  /// Each stage has a layer. In ./test more than 4 ranks have plain runs alone.
+  /// Each stage has a layer.
   bool is_case(const test::Choice& choice) const {
     const Case c = of(choice);
     const int layers = c.pipeline.stages * kPlans[choice[2]].per_rank;
-    const bool is_large = c.pipeline.stages * c.pipeline.beside.ranks() > 4;
-    return layers <= spec_of(c.pipeline.folder).num_hidden_layers &&
-           (test::full_proof() || !is_large || c.variant == Variant::kPlain);
+    if (layers > spec_of(c.pipeline.folder).num_hidden_layers) return false;
+    return test::full_proof() || is_short(c);
+  }
+  /// Enough for ./test: more than two ranks of a stage have plain runs alone.
+  static bool is_short(const Case& c) {
+    return c.variant == Variant::kPlain || c.pipeline.beside.ranks() == 2;
   }
 };
 
