@@ -28,13 +28,13 @@ void check_pieces(const Pieces& pieces, std::string_view side) {
                 " in the last piece of the ", side, ", expected a piece behind it, which takes it");
 }
 
-/// Counts the turns from `begin` on in which both sides alternate, in whole rounds: F and B of the
+/// Counts the turns from `begin` on in which both sides alternate, in whole rounds: B and F of the
 /// same number, then of the next one.
 std::size_t alternating(const std::vector<Turn>& turns, std::size_t begin) {
   std::size_t end = begin;
   while (end < turns.size()) {
     const std::size_t before = end - begin;
-    const Turn expected{before % 2 == 0 ? Side::kForward : Side::kBackward,
+    const Turn expected{before % 2 == 0 ? Side::kBackward : Side::kForward,
                         turns[begin].piece + before / 2};
     if (turns[end] != expected) break;
     ++end;
@@ -52,7 +52,7 @@ std::size_t alone(const std::vector<Turn>& turns, std::size_t begin) {
   return end - begin;
 }
 
-/// "F1 B1 F2 B2 F3 B3", or with "..." in its middle.
+/// "B1 F1 B2 F2 B3 F3", or with "..." in its middle.
 std::string in_rounds(const std::vector<Turn>& turns, std::size_t begin, std::size_t count) {
   std::string text;
   for (std::size_t i = 0; i < count; ++i) {
@@ -85,8 +85,8 @@ std::vector<Turn> turns_of(std::size_t forward, std::size_t backward) {
   std::vector<Turn> turns;
   turns.reserve(forward + backward);
   for (std::size_t piece = 0; piece < std::max(forward, backward); ++piece) {
-    if (piece < forward) turns.push_back({Side::kForward, piece});
     if (piece < backward) turns.push_back({Side::kBackward, piece});
+    if (piece < forward) turns.push_back({Side::kForward, piece});
   }
   return turns;
 }

@@ -56,11 +56,11 @@ struct Turn {
   bool operator==(const Turn&) const = default;
 };
 
-/// Orders so many pieces: in strict alternation from the forward's first one on, and when a side
+/// Orders so many pieces: in strict alternation from the backward's first one on, and when a side
 /// has ended the other continues alone.
 std::vector<Turn> turns_of(std::size_t forward, std::size_t backward);
 
-/// "F1 B1 F2 B2 ... F9 B9 | F10-13": both in alternation, then one alone.
+/// "B1 F1 B2 F2 ... B9 F9 | F10-13": both in alternation, then one alone.
 std::string to_string(const std::vector<Turn>& turns);
 
 /// Says in one line what is wrong with turns that were taken: the first one that is not that of

@@ -108,16 +108,18 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
   const Meanwhile<const Pass*> other_of_backward(backward_.pass.beside, &forward_.pass);
   const Meanwhile inside(inside_pair_, true);
   const LeavesLabels at_the_end(runtime_);
+  // The backward begins: so the forward's attention runs under the way back of what experts gave,
+  // which would otherwise have nothing but the order of rows under it.
   const auto turns = runtime_.turns().run(
-      [&] { call_of_pair(forward.stage, forward.micro_batch, forward.run); },
       [&] { call_of_pair(backward.stage, backward.micro_batch, backward.run); },
-      {.first = concat("forward ", forward.micro_batch),
-       .second = concat("backward ", backward.micro_batch),
+      [&] { call_of_pair(forward.stage, forward.micro_batch, forward.run); },
+      {.first = concat("backward ", backward.micro_batch),
+       .second = concat("forward ", forward.micro_batch),
        .at_turn = [&] { accumulators.exchange(); }});
   const auto& expected = turns_.stages;
-  require_turns(forward_in_words, turns.first,
+  require_turns(forward_in_words, turns.second,
                 *expected[static_cast<std::size_t>(forward.stage)].forward);
-  require_turns(backward_in_words, turns.second,
+  require_turns(backward_in_words, turns.first,
                 *expected[static_cast<std::size_t>(backward.stage)].backward);
 }
 

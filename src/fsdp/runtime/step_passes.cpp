@@ -79,7 +79,7 @@ void OpenStep::release_what_passes() {
 /// autograd by the function of the backward.
 void OpenStep::require_outside_of_backward() {
   const bool is_inside =
-      is_pair() ? base::pass_here() == 1 || base::in_backward_pass() : runtime_.is_in_backward();
+      is_pair() ? base::pass_here() == 0 || base::in_backward_pass() : runtime_.is_in_backward();
   if (!is_inside) return;
   now_ = &backward_;
   fail(ErrorKind::kUsage, !is_pair() && !base::in_backward_pass()

@@ -384,8 +384,6 @@ void expect_filled(const std::vector<std::vector<Filled>>& pairs, const std::str
       const Filled& each = pair[i];
       // Experts' weight gradients are formed under the way back of their rows on purpose.
       if (!each.where.ends_with("dispatch backward")) EXPECT_EQ(each.own, 0) << what << each.where;
-      // The forward, which begins, orders rows under the way back of what experts gave, no more.
-      if (each.where.ends_with("combine backward")) continue;
       if (alike && i > 0 && i + 1 < pair.size()) {
         EXPECT_GT(each.of_other, 0) << what << i << " of " << pair.size() << ": " << each.where;
       }
@@ -394,8 +392,7 @@ void expect_filled(const std::vector<std::vector<Filled>>& pairs, const std::str
   EXPECT_GT(as_many_layers, 0) << what;
 }
 
-// Each exchange but the first and the last of a pair, and the combine's way back, has a product of the
-// other pass under it.
+// Each exchange but the first and the last of a pair has a product of the other pass under it.
 TEST(PairsOnDevices, RunsHaveTheBitsOfPassesInTurnAndFillTheirExchanges) {
   for (const Pairs& pairs :
        {Pairs{"Paired1F1B", 1, DType::kFloat32, {"sim"}},

@@ -80,7 +80,7 @@ class Ticks {
   }
 
   State sides_[2];
-  std::size_t turn_ = 0;
+  std::size_t turn_ = 1;
 };
 
 TEST(Interleave, TakesTheTimeOfAClockThatTicks) {
@@ -123,7 +123,7 @@ TEST(Interleave, OfOneSideIsThatSideAlone) {
   EXPECT_EQ(interleave({}, {}).time, 0);
 }
 
-// Each piece once, in order; F begins, and no side has two turns while the other has pieces left.
+// Each piece once, in order; B begins, and no side has two turns while the other has pieces left.
 TEST(Interleave, OrdersByCountsAlone) {
   for (std::size_t forward = 0; forward <= 12; ++forward) {
     for (std::size_t backward = 0; backward <= 12; ++backward) {
@@ -132,7 +132,7 @@ TEST(Interleave, OrdersByCountsAlone) {
       for (std::size_t i = 0; i < turns.size(); ++i) {
         auto& of_side = taken[static_cast<std::size_t>(turns[i].side)];
         EXPECT_EQ(turns[i].piece, of_side++);
-        if (i == 0 && forward > 0) EXPECT_EQ(turns[i].side, Side::kForward);
+        if (i == 0 && backward > 0) EXPECT_EQ(turns[i].side, Side::kBackward);
         if (i == 0 || turns[i].side != turns[i - 1].side) continue;
         EXPECT_TRUE(turns[i].side == Side::kForward ? taken[1] == backward : taken[0] == forward);
       }
@@ -147,10 +147,10 @@ TEST(Interleave, IsALineOfText) {
   EXPECT_EQ(to_string(turns_of(0, 0)), "");
   EXPECT_EQ(to_string(turns_of(1, 0)), "F1");
   EXPECT_EQ(to_string(turns_of(0, 9)), "B1-9");
-  EXPECT_EQ(to_string(turns_of(3, 3)), "F1 B1 F2 B2 F3 B3");
-  EXPECT_EQ(to_string(turns_of(2, 1)), "F1 B1 | F2");
-  EXPECT_EQ(to_string(turns_of(13, 9)), "F1 B1 F2 B2 ... F9 B9 | F10-13");
-  EXPECT_EQ(to_string(turns_of(12, 13)), "F1 B1 F2 B2 ... F12 B12 | B13");
+  EXPECT_EQ(to_string(turns_of(3, 3)), "B1 F1 B2 F2 B3 F3");
+  EXPECT_EQ(to_string(turns_of(2, 1)), "B1 F1 | F2");
+  EXPECT_EQ(to_string(turns_of(13, 9)), "B1 F1 B2 F2 ... B9 F9 | F10-13");
+  EXPECT_EQ(to_string(turns_of(12, 13)), "B1 F1 B2 F2 ... B12 F12 | B13");
   // What was done another way is shown as it was.
   EXPECT_EQ(to_string({{Side::kForward, 0}, {Side::kForward, 1}, {Side::kBackward, 0}}),
             "F1-2 | B1");
@@ -167,10 +167,10 @@ TEST(Interleave, NamesTheFirstTurnThatIsAnother) {
   };
   EXPECT_EQ(fault_with([](auto&) {}), "nothing");
   EXPECT_EQ(fault_with([](auto& list) { std::swap(list[0], list[1]); }),
-            "turn 1: found B1, expected F1");
-  EXPECT_EQ(fault_with([](auto& list) { list[2] = list[0]; }), "turn 3: found F1, expected F2");
+            "turn 1: found F1, expected B1");
+  EXPECT_EQ(fault_with([](auto& list) { list[2] = list[0]; }), "turn 3: found B1, expected B2");
   EXPECT_EQ(fault_with([](auto& list) { list.erase(list.begin() + 3); }),
-            "turn 4: found F3, expected B2");
+            "turn 4: found F3, expected F2");
   EXPECT_EQ(fault_with([](auto& list) { list.pop_back(); }),
             "found 4 turns, expected 5: 3 of the forward and 2 of the backward");
   EXPECT_EQ(fault_with([](auto& list) { list.push_back({Side::kBackward, 2}); }),
@@ -227,10 +227,10 @@ TEST(Interleave, APairOfFourLayersTakesLittleMoreThanItsForward) {
   EXPECT_DOUBLE_EQ(stage.forward, 70);
   EXPECT_DOUBLE_EQ(stage.of_backward(), 60);
   const Interleaved pair = interleave(stage.forward_pieces, stage.backward_pieces);
-  EXPECT_NEAR(pair.time, 72, 0.5);
+  EXPECT_NEAR(pair.time, 73, 0.5);
   EXPECT_DOUBLE_EQ(pair.exposed, pair.time - 30);
   EXPECT_DOUBLE_EQ(pair.hidden + pair.exposed, 100);
-  EXPECT_EQ(to_string(pair.turns), "F1 B1 F2 B2 ... F13 B13");
+  EXPECT_EQ(to_string(pair.turns), "B1 F1 B2 F2 ... B13 F13");
 }
 
 TEST(Interleave, PairsOfOneRankTakeThreeFifthsOfTheTime) {
@@ -238,12 +238,12 @@ TEST(Interleave, PairsOfOneRankTakeThreeFifthsOfTheTime) {
   const StageCosts stage = stage_of(4, 2, 10.0);
   const double alone = makespan(Kind::kPairedOneFOneB, shape, in_turn(stage));
   EXPECT_DOUBLE_EQ(alone, 8 * 130);
-  EXPECT_NEAR(makespan(Kind::kPairedOneFOneB, shape, stage) / alone, 0.61, 0.005);
+  EXPECT_NEAR(makespan(Kind::kPairedOneFOneB, shape, stage) / alone, 0.615, 0.005);
   // With full recomputation a backward has the forward's three exchanges and its time again.
   const StageCosts again = stage_of(4, 5, 20.0);
   const double recomputed = makespan(Kind::kPairedOneFOneB, shape, again) /
                             makespan(Kind::kPairedOneFOneB, shape, in_turn(again));
-  EXPECT_NEAR(recomputed, 0.73, 0.015);
+  EXPECT_NEAR(recomputed, 0.71, 0.015);
 }
 
 TEST(Interleave, PairsOfDualPipeVWinAgainstZeroBubbles) {
@@ -256,7 +256,7 @@ TEST(Interleave, PairsOfDualPipeVWinAgainstZeroBubbles) {
     EXPECT_NEAR(share(4, Kind::kDualPipeV), 0.825, 0.02) << layers;
     EXPECT_NEAR(share(8, Kind::kDualPipeV), 0.715, 0.03) << layers;
     EXPECT_NEAR(share(12, Kind::kDualPipeV), 0.675, 0.03) << layers;
-    EXPECT_LT(share(12, Kind::kZeroBubbleV), 0.71) << layers;
+    EXPECT_LT(share(12, Kind::kZeroBubbleV), 0.715) << layers;
   }
 }
 
