@@ -1,4 +1,5 @@
 // tessera train: the run in its folder.
+#include <ATen/Context.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -273,6 +274,8 @@ int run_train(const TrainArguments& arguments) {
         config.parallelism.data_parallel_shard_degree == -1) {
       hooks.rank_count = train::RankCount::kByDefault;
     }
+    // Else libtorch seeds each process for itself, and ranks of one stage draw other numbers.
+    at::manual_seed(static_cast<std::uint64_t>(run.debug.seed));
     train::run_training(run, world, hooks);
   });
 }

@@ -33,7 +33,7 @@ class Turns {
   };
 
   struct Options {
-    /// For a trace's row "turns", where each piece has its side's name and number: "forward 3 #2".
+    /// For a trace's row "turns", where each piece has its side's name and number: "forward 3 of stage 0 #2".
     std::string first = "first", second = "second";
     /// Called whenever the other one is about to resume, also since one has ended: exchanges what the
     /// caller keeps for each. Throws nothing.

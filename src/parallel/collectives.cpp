@@ -27,11 +27,38 @@
 namespace tessera::parallel {
 namespace {
 
-thread_local constinit ExchangeTimes t_times;
+/// With the exchanges that are under way now, and since when some are.
+struct Times {
+  ExchangeTimes times;
+  int under_way = 0;
+  TraceClock::time_point since;
+};
+thread_local constinit Times t_times;
 
 double ms_since(TraceClock::time_point begin) {
   return std::chrono::duration<double, std::milli>(TraceClock::now() - begin).count();
 }
+
+/// Counts an exchange as under way until end(), or until it is let go of.
+class UnderWayHere {
+ public:
+  explicit UnderWayHere(bool counts) : counts_(counts) {
+    if (counts_ && t_times.under_way++ == 0) t_times.since = TraceClock::now();
+  }
+  UnderWayHere(UnderWayHere&& other) noexcept : counts_(std::exchange(other.counts_, false)) {}
+  ~UnderWayHere() { end(); }
+  UnderWayHere(const UnderWayHere&) = delete;
+  UnderWayHere& operator=(const UnderWayHere&) = delete;
+  UnderWayHere& operator=(UnderWayHere&&) = delete;
+
+  void end() {
+    if (!std::exchange(counts_, false)) return;
+    if (--t_times.under_way == 0) t_times.times.in_flight += ms_since(t_times.since);
+  }
+
+ private:
+  bool counts_;
+};
 
 comm::ActivationPass pass_of(Direction direction) {
   if (direction == Direction::kBackward) return comm::ActivationPass::kBackward;
@@ -65,6 +92,7 @@ class Exchange {
       span_.name = shown(where, direction);
       span_.arguments = {{"axis", axis.name},
                          {"kind", std::string(comm::to_string(kind))},
+                         {"stage", std::int64_t{batch.label.stage}},
                          {"micro_batch", std::int64_t{batch.label.micro_batch}},
                          {"pass", std::string(comm::to_string(batch.label.activations))},
                          {"sent_bytes", comm::sent_bytes(batch, axis.size, axis.rank)}};
@@ -86,10 +114,8 @@ class Exchange {
     work_->wait();
     if (arrives_) std::this_thread::sleep_until(*arrives_);
     const double waited = ms_since(begin);
-    if (on_cpu_) {
-      t_times.in_flight += ms_since(issued_);
-      t_times.waited += waited;
-    }
+    if (on_cpu_) t_times.times.waited += waited;
+    under_way_.end();
     // A step that was traced may have ended since.
     if (trace_ == nullptr || trace_ != current_trace()) return;
     span_.end = trace_->now();
@@ -100,7 +126,7 @@ class Exchange {
  private:
   const bool gives_turn_;
   const bool on_cpu_;
-  const TraceClock::time_point issued_ = TraceClock::now();
+  UnderWayHere under_way_{on_cpu_};
   Trace* trace_ = current_trace();
   TraceSpan span_;
   std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< of a test
@@ -144,7 +170,11 @@ std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::i
 
 }  // namespace
 
-ExchangeTimes exchange_times() { return t_times; }
+ExchangeTimes exchange_times() {
+  auto times = t_times.times;
+  if (t_times.under_way > 0) times.in_flight += ms_since(t_times.since);
+  return times;
+}
 
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
                         const std::string& where, Direction direction) {

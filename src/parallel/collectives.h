@@ -38,9 +38,9 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
                                    SumDtype result, const std::string& where,
                                    Direction direction = Direction::kForward);
 
-/// Adds up the exchanges of this thread's rank, in ms, as the host sees them: from the issue to the
-/// end of the wait, two at once counted twice, and the part of that in which the host stood waiting.
-/// Those on a device are left out, as the host waits for none of them.
+/// Times exchanges of this thread's rank so far, in ms, as the host sees them: how long some were under
+/// way (from the issue to the end of the wait), and how long the host stood waiting for one. Those on
+/// a device are left out, as the host waits for none of them.
 struct ExchangeTimes {
   double in_flight = 0;
   double waited = 0;

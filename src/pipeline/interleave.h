@@ -20,7 +20,7 @@ namespace tessera::pipeline {
 enum class Overlap : std::uint8_t {
   kExperts,  ///< those of experts: dispatch, combine and their counts
   kAll,      ///< these, and tensor parallel sums
-  kOff,      ///< none: F, then B
+  kOff,      ///< none: B, then F
 };
 constexpr auto words_of(Overlap) {
   return std::to_array<Word<Overlap>>(

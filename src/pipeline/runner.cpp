@@ -273,12 +273,13 @@ class Walk {
     trace->add(std::move(span));
   }
 
-  /// What both need has arrived, what they give is sent when the slot ends.
+  /// Runs a pair: all that both need has arrived, and all that they give is sent when the slot ends.
   void side_by_side(const Action& forward, Tensors inputs, const Action& backward,
                     Tensors gradients) {
     if (scope_ == nullptr || !overlaps_) {
-      compute(forward, std::move(inputs));
+      // The backward first: it lets go of its activations before the forward keeps its own.
       compute(backward, std::move(gradients));
+      compute(forward, std::move(inputs));
       return;
     }
     auto& flight = take_off(forward, inputs);

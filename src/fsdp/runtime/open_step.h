@@ -30,7 +30,7 @@
 // turns: a step that records counts those of each stage's forward and backward, ranks compare the
 // counts when a later one begins, and a pass that leaves them fails. Where there is no record,
 // where ranks or micro-batches have other counts, or where a checkpoint draws random numbers of the
-// process, a pair runs in turn: the forward, then the backward. A rank's pair never meets a
+// process, a pair runs in turn: the backward, then the forward. A rank's pair never meets a
 // backward that is being recorded, whose agreements no forward expects.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.

@@ -73,17 +73,18 @@ void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward
   const auto why = records_ ? std::string() : why_in_turn(forward.stage, backward.stage);
   if (!why.empty()) runtime_.warn_of_no_pairs(why);
   if (!records_ && why.empty()) return run_beside(forward, backward);
-  begin_forward(forward.stage, forward.micro_batch);
+  // The backward first: it lets go of its activations before the forward keeps its own.
+  begin_backward(backward.stage, backward.micro_batch, backward.backward);
   {
     const Meanwhile inside(inside_pair_, true);
-    call_of_pair(forward.stage, forward.micro_batch, forward.run);
+    call_of_pair(backward.stage, backward.micro_batch, backward.run);
   }
-  begin_backward(backward.stage, backward.micro_batch, backward.backward);
+  begin_forward(forward.stage, forward.micro_batch);
   const Meanwhile inside(inside_pair_, true);
-  call_of_pair(backward.stage, backward.micro_batch, backward.run);
+  call_of_pair(forward.stage, forward.micro_batch, forward.run);
 }
 
-/// What its function throws ends the step, before the other pass is told to leave.
+/// Runs one function of a pair: what it throws ends the step, before the other pass is told to leave.
 void OpenStep::call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run) {
   UnitHere::enter(stage, static_cast<std::uint32_t>(micro_batch));
   try {
@@ -113,8 +114,8 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
   const auto turns = runtime_.turns().run(
       [&] { call_of_pair(backward.stage, backward.micro_batch, backward.run); },
       [&] { call_of_pair(forward.stage, forward.micro_batch, forward.run); },
-      {.first = concat("backward ", backward.micro_batch),
-       .second = concat("forward ", forward.micro_batch),
+      {.first = concat("backward ", backward.micro_batch, " of stage ", backward.stage),
+       .second = concat("forward ", forward.micro_batch, " of stage ", forward.stage),
        .at_turn = [&] { accumulators.exchange(); }});
   const auto& expected = turns_.stages;
   require_turns(forward_in_words, turns.second,

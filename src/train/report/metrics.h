@@ -58,9 +58,9 @@ struct StepMetrics {
   std::optional<std::int64_t> skipped_steps;      ///< so far, this one included
   std::optional<double> aux_loss = std::nullopt;  ///< of routers, before its weight
   std::vector<ExpertLoad> expert_loads = {};      ///< one a layer with experts
-  /// Exchanges of activations over tp and ep, on the rank that writes: from their issue to the end of
-  /// the wait, two at once counted twice, and the part of that in which the rank computed. None on a
-  /// device, and where there are none.
+  /// How long exchanges of activations over tp and ep were under way in this step, on the rank that
+  /// writes, and the part of that in which it did not stand waiting for one. None on a device, and
+  /// where there are none.
   std::optional<double> exchange_ms = std::nullopt;
   std::optional<double> exchange_hidden_ms = std::nullopt;
   /// Calls of regions in this step, on the rank that writes; none where nothing is replayed.
