@@ -12,6 +12,7 @@
 #include <atomic>
 #include <set>
 
+#include "base/doing.h"
 #include "base/test_hooks.h"
 #include "base/threads/backward_pass.h"
 #include "comm/turns.h"
@@ -282,6 +283,10 @@ class PairLog {
 
   void issued(const std::string& where) {
     if (!Turns::under_way()) return;
+    // Another pair may begin with nothing seen in between.
+    const Place place{UnitHere::stage(), UnitHere::micro_batch()};
+    if (places_[side()] && places_[side()] != place) end_pair();
+    places_[side()] = place;
     auto& mine = open_[side()];
     EXPECT_FALSE(mine) << where << ": " << mine->filled.where << " is still under way";
     mine = Open{{where}, /*is_being_issued=*/true};
@@ -293,6 +298,7 @@ class PairLog {
   }
 
  private:
+  using Place = std::pair<int, std::uint32_t>;
   struct Open {
     Filled filled;
     bool is_being_issued;
@@ -323,11 +329,13 @@ class PairLog {
   }
   void end_pair() {
     EXPECT_FALSE(open_[0] || open_[1]);
+    places_[0] = places_[1] = std::nullopt;
     if (!now_.empty()) pairs_.push_back(std::exchange(now_, {}));
   }
 
   at::CallbackHandle handle_{};
   std::optional<Open> open_[2];
+  std::optional<Place> places_[2];
   std::vector<Filled> now_;
   std::vector<std::vector<Filled>> pairs_;
 };
@@ -335,7 +343,7 @@ class PairLog {
 struct Found {
   std::vector<double> losses, norms;
   test::Tensors weights;
-  std::vector<std::vector<Filled>> pairs;  ///< of rank 0
+  std::vector<std::vector<Filled>> pairs;  ///< of the last rank
 };
 
 Found found_in(const test::Place& where, int pp, const train::Config& config,
@@ -353,9 +361,8 @@ Found found_in(const test::Place& where, int pp, const train::Config& config,
       auto pairs = log->take();
       if (metrics.step < config.training.steps) return;
       auto weights = test::whole_parameters(model);
-      if (rank != 0) return;
-      found.pairs = std::move(pairs);
-      found.weights = std::move(weights);
+      if (rank == 2 * pp - 1) found.pairs = std::move(pairs);
+      if (rank == 0) found.weights = std::move(weights);
     };
     return hooks;
   });
@@ -408,6 +415,7 @@ TEST(PairsOnDevices, RunsHaveTheBitsOfPassesInTurnAndFillTheirExchanges) {
     config.parallelism.expert_parallel_degree = 2;
     config.parallelism.pipeline_parallel_degree = pairs.pp;
     config.pipeline.schedule = pairs.schedule;
+    if (pairs.pp > 1) config.pipeline.split = {0, 2, 4, 6};
     const auto what = concat(pairs.schedule, " on ", shown(pairs.where, {2 * pairs.pp, 1}),
                              pairs.where.nccl ? " over NCCL: " : ": ");
     const Found beside = found_in(pairs.where, pairs.pp, config, folder);
