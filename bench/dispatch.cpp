@@ -82,7 +82,8 @@ at::Tensor indices_of(const GroupOffsets& offsets) {
 
 moe::DispatchPlan dispatch_plan_of(const moe::DispatchOptions& dispatch_options,
                                    const GroupOffsets& offsets, const at::Tensor& indices) {
-  return moe::plan_dispatch(offsets, moe::exchange_counts(indices, kExperts, dispatch_options),
+  return moe::plan_dispatch(offsets,
+                            moe::exchange_counts({}, indices, kExperts, dispatch_options).back(),
                             dispatch_options, at::kCPU);
 }
 

@@ -20,6 +20,7 @@ OF_A_RANK = {
         "values_of_thread": "the values of the first pass",
         "values_of_second": "what a turn exchanges",
     },
+    "src/base/threads/exchange_times.cpp": {"t_times": "adds up what the rank's exchanges take, of both passes"},
     "src/base/threads/product.cpp": {"scopes": "around one product, in which no turn is passed"},
     "src/base/trace.cpp": {"t_current": "one trace a rank; each span holds its own beginning"},
     "src/comm/host_read.cpp": {"waits_of_thread": "the waits of the rank's World"},
@@ -32,7 +33,6 @@ OF_A_RANK = {
         "t_drew": "counts those that drew; they end pairs",
     },
     "src/grad/leaf.cpp": {"counted": "of the graph task under way, counted again where that is another"},
-    "src/parallel/collectives.cpp": {"t_times": "adds up what the rank's exchanges take, of both passes"},
     "src/train/report/profile.cpp": {"t_times": "times the rank; it keeps a stack of calls for each pass"},
 }
 HOOK = "ThreadHook"  # base/test_hooks.h: what a test sets for its rank

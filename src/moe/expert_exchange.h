@@ -53,7 +53,8 @@ struct DispatchPlan {
 std::vector<at::Tensor> exchange_counts(std::vector<at::Tensor> with, const at::Tensor& indices,
                                         std::int64_t experts, const DispatchOptions& options);
 
-/// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave. The result's tensors lie on `device`. Errors: kConfig where E does not divide.
+/// offsets: those of all E experts over this rank's rows; received: what exchange_counts gave. The
+/// result's tensors lie on `device`. Errors: kConfig where E does not divide.
 DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& received,
                            const DispatchOptions& options, at::Device device);
 

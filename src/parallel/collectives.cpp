@@ -13,6 +13,7 @@
 
 #include "base/doing.h"
 #include "base/test_hooks.h"
+#include "base/threads/exchange_times.h"
 #include "base/trace.h"
 #include "comm/batch.h"
 #include "comm/group.h"
@@ -26,39 +27,6 @@
 
 namespace tessera::parallel {
 namespace {
-
-/// With the exchanges that are under way now, and since when some are.
-struct Times {
-  ExchangeTimes times;
-  int under_way = 0;
-  TraceClock::time_point since;
-};
-thread_local constinit Times t_times;
-
-double ms_since(TraceClock::time_point begin) {
-  return std::chrono::duration<double, std::milli>(TraceClock::now() - begin).count();
-}
-
-/// Counts an exchange as under way until end(), or until it is let go of.
-class UnderWayHere {
- public:
-  explicit UnderWayHere(bool counts) : counts_(counts) {
-    if (counts_ && t_times.under_way++ == 0) t_times.since = TraceClock::now();
-  }
-  UnderWayHere(UnderWayHere&& other) noexcept : counts_(std::exchange(other.counts_, false)) {}
-  ~UnderWayHere() { end(); }
-  UnderWayHere(const UnderWayHere&) = delete;
-  UnderWayHere& operator=(const UnderWayHere&) = delete;
-  UnderWayHere& operator=(UnderWayHere&&) = delete;
-
-  void end() {
-    if (!std::exchange(counts_, false)) return;
-    if (--t_times.under_way == 0) t_times.times.in_flight += ms_since(t_times.since);
-  }
-
- private:
-  bool counts_;
-};
 
 comm::ActivationPass pass_of(Direction direction) {
   if (direction == Direction::kBackward) return comm::ActivationPass::kBackward;
@@ -76,7 +44,7 @@ class Exchange {
  public:
   Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where,
            Direction direction)
-      : gives_turn_(axis.gives_turn), on_cpu_(axis.group == nullptr || !axis.group->stream()) {
+      : gives_turn_(axis.gives_turn), under_way_(axis.group != nullptr && !axis.group->stream()) {
     TESSERA_INVARIANT(axis.group, "a collective of ", where, " on axis ", axis.name,
                       " of one rank");
     comm::Batch batch;
@@ -113,9 +81,9 @@ class Exchange {
     const comm::StreamScope there(stream);
     work_->wait();
     if (arrives_) std::this_thread::sleep_until(*arrives_);
-    const double waited = ms_since(begin);
-    if (on_cpu_) t_times.times.waited += waited;
-    under_way_.end();
+    const std::chrono::duration<double, std::milli> waited_for = TraceClock::now() - begin;
+    const double waited = waited_for.count();
+    under_way_.end(waited);
     // A step that was traced may have ended since.
     if (trace_ == nullptr || trace_ != current_trace()) return;
     span_.end = trace_->now();
@@ -125,8 +93,7 @@ class Exchange {
 
  private:
   const bool gives_turn_;
-  const bool on_cpu_;
-  UnderWayHere under_way_{on_cpu_};
+  base::ExchangeUnderWay under_way_;
   Trace* trace_ = current_trace();
   TraceSpan span_;
   std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< of a test
@@ -169,12 +136,6 @@ std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::i
 }
 
 }  // namespace
-
-ExchangeTimes exchange_times() {
-  auto times = t_times.times;
-  if (t_times.under_way > 0) times.in_flight += ms_since(t_times.since);
-  return times;
-}
 
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
                         const std::string& where, Direction direction) {

@@ -38,20 +38,6 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
                                    SumDtype result, const std::string& where,
                                    Direction direction = Direction::kForward);
 
-/// Times exchanges of this thread's rank so far, in ms, as the host sees them: how long some were under
-/// way (from the issue to the end of the wait), and how long the host stood waiting for one. Those on
-/// a device are left out, as the host waits for none of them.
-struct ExchangeTimes {
-  double in_flight = 0;
-  double waited = 0;
-
-  double hidden() const { return in_flight - waited; }
-  ExchangeTimes operator-(const ExchangeTimes& before) const {
-    return {in_flight - before.in_flight, waited - before.waited};
-  }
-};
-ExchangeTimes exchange_times();
-
 /// How many rows of dim 0 go to each rank and come from each.
 struct Splits {
   std::vector<std::int64_t> sends;

@@ -18,11 +18,11 @@
 #include "base/interrupt.h"
 #include "base/test_hooks.h"
 #include "base/text/printable.h"
+#include "base/threads/exchange_times.h"
 #include "base/trace.h"
 #include "comm/group.h"
 #include "comm/turns.h"
 #include "launch/abort_flag.h"
-#include "parallel/collectives.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
 
@@ -260,7 +260,7 @@ class Walk {
     if (messages_ != nullptr) messages_->let_go();
     Trace* const trace = current_trace();
     const auto begin = trace != nullptr ? trace->now() : TraceClock::time_point();
-    const auto exchanged = parallel::exchange_times();
+    const auto exchanged = base::exchange_times();
     if (slot.beside) {
       side_by_side(slot.action, std::move(first), *slot.beside, std::move(second));
     } else {
@@ -268,7 +268,7 @@ class Walk {
     }
     if (trace == nullptr) return;
     TraceSpan span{TraceRow::kSlots, to_string(slot), begin, trace->now(), {}};
-    const auto of_slot = parallel::exchange_times() - exchanged;
+    const auto of_slot = base::exchange_times() - exchanged;
     if (of_slot.in_flight > 0) span.arguments.emplace_back("hidden_ms", of_slot.hidden());
     trace->add(std::move(span));
   }

@@ -10,6 +10,7 @@
 
 #include "base/log.h"
 #include "base/text/printable.h"
+#include "base/threads/exchange_times.h"
 #include "capture/replay/regions.h"
 #include "comm/device.h"
 #include "comm/group.h"
@@ -17,7 +18,6 @@
 #include "fsdp/optim/pending_norm.h"
 #include "kernels/cpu/tables.h"
 #include "moe/routing.h"
-#include "parallel/collectives.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"
@@ -379,7 +379,7 @@ class Trainer {
     auto options = step_options(config_, scaler_.get());
     options.pipeline = pipeline();
     if (planned_) planned_->begin_step();
-    const auto exchanged = parallel::exchange_times();
+    const auto exchanged = base::exchange_times();
     const auto pending = launch_forward_backward(*model_, *data_, step, rows.ranges(), options);
     const bool runs = pending.kept() > 0;
     if (runs && config_.debug.check_placements) check_placements(*model_);
@@ -428,8 +428,8 @@ class Trainer {
   }
 
   /// Adds what exchanges have taken since `before`.
-  static void add_exchanges(const parallel::ExchangeTimes& before, StepMetrics& metrics) {
-    const auto of_step = parallel::exchange_times() - before;
+  static void add_exchanges(const base::ExchangeTimes& before, StepMetrics& metrics) {
+    const auto of_step = base::exchange_times() - before;
     if (of_step.in_flight == 0) return;
     metrics.exchange_ms = of_step.in_flight;
     metrics.exchange_hidden_ms = of_step.hidden();

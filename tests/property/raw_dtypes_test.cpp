@@ -19,6 +19,7 @@
 #include "comm/host_read.h"
 #include "grad/region.h"
 #include "grad/torch_dtype.h"
+#include "grad/weight_gradient.h"
 #include "nn/linear.h"
 #include "proof.h"
 #include "support/plain.h"
@@ -85,9 +86,9 @@ struct Use : torch::autograd::Function<Use> {
                                       EXPECT_EQ(of[0].scalar_type(), slot.scalar_type());
                                       slot.copy_(of[0]);
                                     }};
-    result[0] = nn::weight_gradient(
+    result[0] = grad::weight_gradient(
         context->get_saved_variables()[0], product,
-        source == Source::kAtOnce ? nn::WeightGradient::kAtOnce : nn::WeightGradient::kMayWait);
+        source == Source::kAtOnce ? grad::WeightGradient::kAtOnce : grad::WeightGradient::kMayWait);
     return result;
   }
 };

@@ -9,7 +9,7 @@
 #include "base/test_hooks.h"
 #include "comm/stream.h"
 #include "grad/sink.h"
-#include "nn/linear.h"
+#include "grad/weight_gradient.h"
 #include "sim/ranks.h"
 #include "sim/streams.h"
 #include "support/plain.h"
@@ -78,11 +78,11 @@ class FormsAside : public torch::autograd::Function<FormsAside> {
                                       at::Tensor out = slot;
                                       at::sum_out(out, of[1] * of[0], {0});
                                     }};
-    if (!aside) return {at::Tensor(), nn::weight_gradient(saved[1], product)};
+    if (!aside) return {at::Tensor(), grad::weight_gradient(saved[1], product)};
     kept.insert(kept.end(), {saved[0], grads[0]});
     wait_for(aside.get(), Stream::current(aside.device()).get());
     const StreamScope there(aside);
-    return {at::Tensor(), nn::weight_gradient(saved[1], product)};
+    return {at::Tensor(), grad::weight_gradient(saved[1], product)};
   }
 };
 

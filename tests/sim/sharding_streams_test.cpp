@@ -12,7 +12,7 @@
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "grad/sink.h"
-#include "nn/linear.h"
+#include "grad/weight_gradient.h"
 #include "sim/ranks.h"
 #include "sim/streams.h"
 #include "support/plain.h"
@@ -61,7 +61,7 @@ class MayWait : public torch::autograd::Function<MayWait> {
                                       at::sum_out(out, of[1] * of[0], {0});
                                     }};
     const at::Tensor of_x = context->needs_input_grad(0) ? grads[0] * saved[1] : at::Tensor();
-    return {of_x, nn::weight_gradient(saved[1], product)};
+    return {of_x, grad::weight_gradient(saved[1], product)};
   }
 };
 

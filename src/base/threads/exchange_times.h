@@ -1,0 +1,38 @@
+// How long exchanges of activations keep a rank, as its host sees it. Pure.
+#pragma once
+
+namespace tessera::base {
+
+/// Times exchanges of this thread's rank so far, in ms: how long some were under way (from the issue
+/// to the end of the wait), and how long the host stood waiting for one. Those on a device are left
+/// out, as the host waits for none of them.
+struct ExchangeTimes {
+  double in_flight = 0;
+  double waited = 0;
+
+  double hidden() const { return in_flight - waited; }
+  ExchangeTimes operator-(const ExchangeTimes& before) const {
+    return {in_flight - before.in_flight, waited - before.waited};
+  }
+};
+ExchangeTimes exchange_times();
+
+/// Counts an exchange as under way until end(), or until it is let go of.
+class ExchangeUnderWay {
+ public:
+  /// `counts`: false on a device.
+  explicit ExchangeUnderWay(bool counts);
+  ExchangeUnderWay(ExchangeUnderWay&& other) noexcept;
+  ~ExchangeUnderWay() { end(0); }
+  ExchangeUnderWay(const ExchangeUnderWay&) = delete;
+  ExchangeUnderWay& operator=(const ExchangeUnderWay&) = delete;
+  ExchangeUnderWay& operator=(ExchangeUnderWay&&) = delete;
+
+  /// `waited_ms`: how long the host stood waiting for it. Again: nothing happens.
+  void end(double waited_ms);
+
+ private:
+  bool counts_;
+};
+
+}  // namespace tessera::base
