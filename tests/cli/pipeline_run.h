@@ -54,7 +54,8 @@ inline std::vector<nlohmann::json> numbers(const std::filesystem::path& run) {
   std::vector<nlohmann::json> steps;
   for (std::string line; std::getline(text, line);) {
     auto step = nlohmann::json::parse(line);
-    for (const char* timed : {"step_ms", "tps", "tps_global", "tflops", "peak_rss_mib"}) {
+    for (const char* timed : {"step_ms", "tps", "tps_global", "tflops", "peak_rss_mib",
+                              "exchange_ms", "exchange_hidden_ms"}) {
       step.erase(timed);
     }
     steps.push_back(std::move(step));

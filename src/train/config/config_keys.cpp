@@ -209,6 +209,9 @@ void add_layout(std::vector<ConfigKey>& keys) {
            "comparison."})
       .key("reshard_after_forward", &P::reshard_after_forward,
            {"", "Release gathered parameters after forward and gather them again for backward."});
+}
+
+void add_pipeline(std::vector<ConfigKey>& keys) {
   using S = PipelineConfig;
   Section(keys, "pipeline", &Config::pipeline)
       .key("schedule", &S::schedule,
@@ -237,8 +240,8 @@ void add_layout(std::vector<ConfigKey>& keys) {
           "overlap", &S::overlap,
           {"",
            "Exchanges of a forward that run while the backward of its pair computes, and the other "
-           "way round: of experts, all (tensor parallel ones, too), or off: the forward, then the "
-           "backward."});
+           "way round: of experts, all (tensor parallel ones, too), or off: the backward, then the "
+           "forward."});
 }
 
 void add_plan(std::vector<ConfigKey>& keys) {
@@ -467,6 +470,7 @@ std::vector<ConfigKey> make_keys() {
   add_inputs(keys);
   add_rows(keys);
   add_layout(keys);
+  add_pipeline(keys);
   add_plan(keys);
   add_precision(keys);
   add_update(keys);
