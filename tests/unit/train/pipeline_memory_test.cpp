@@ -178,9 +178,9 @@ TEST(PipelineMemory, LiveMicroBatchesMultiplyWhatAStageKeeps) {
   const auto eight = activations_of("GPipe", 8);
   EXPECT_GT(six, four);
   EXPECT_NEAR(static_cast<double>(eight - six), static_cast<double>(six - four), 64);
-  EXPECT_NEAR(static_cast<double>(activations_of("Paired1F1B", 8)), static_cast<double>(four),
-              0.15 * static_cast<double>(six - four))
-      << "as many are live";
+  // As many are live, of which a pair's backward lets one go before its forward has kept all.
+  EXPECT_LT(activations_of("Paired1F1B", 8), four);
+  EXPECT_GT(activations_of("Paired1F1B", 8), four - (six - four));
   const auto two_live = activations_of("1F1B", 4);
   EXPECT_NEAR(static_cast<double>(four - two_live), static_cast<double>(six - four),
               0.15 * static_cast<double>(six - four))
@@ -277,9 +277,9 @@ struct Pairs {
   }
 };
 
-// A forward grows by a layer while the backward beside it shrinks by one: two micro-batches have the
-// layers of one, and of one layer both. In turn the forward is there before the backward begins. That
-// a dry step holds what a run does: dry_step_test.cpp.
+// A forward grows by a layer while the backward beside it, which begins, shrinks by one: two
+// micro-batches have at most the layers of one, and of one layer both. In turn the backward has let go
+// of its own before the forward begins. That a dry step holds what a run does: dry_step_test.cpp.
 TEST(PipelineMemory, APairHoldsTheLayersOfOneMicroBatchAndAnExchange) {
   for (const Pairs& pairs : {Pairs{4, 256}, Pairs{8, 128}}) {
     SCOPED_TRACE(concat(pairs.layers, " layers, ", pairs.positions, " positions"));
@@ -287,8 +287,9 @@ TEST(PipelineMemory, APairHoldsTheLayersOfOneMicroBatchAndAnExchange) {
     const double in_turn = pairs.activations("Paired1F1B", 1, pipeline::Overlap::kOff);
     const double found = pairs.activations("Paired1F1B", 1, pipeline::Overlap::kExperts);
     const double layer = alone / static_cast<double>(pairs.layers);
-    EXPECT_NEAR(found, alone + layer + pairs.exchange(), 0.05 * found);
-    EXPECT_GT(in_turn, 2 * alone);
+    EXPECT_LT(found, alone + layer + pairs.exchange());
+    EXPECT_GT(found, alone);
+    EXPECT_LE(in_turn, alone);
   }
 }
 
@@ -301,7 +302,8 @@ TEST(PipelineMemory, PairsAddOneExchangeAndALayersWeightsAtMost) {
       const Pairs pairs{4, 256, mode};
       const double in_turn = pairs.activations(schedule, stages, pipeline::Overlap::kOff);
       const double found = pairs.activations(schedule, stages, pipeline::Overlap::kExperts);
-      EXPECT_LT(found, in_turn + pairs.exchange() + pairs.under_exchange());
+      const double layer = in_turn / static_cast<double>(pairs.layers);
+      EXPECT_LT(found, in_turn + layer + pairs.exchange() + pairs.under_exchange());
     }
   }
 }
