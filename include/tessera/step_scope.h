@@ -99,8 +99,8 @@ class StepScope {
   /// draw random numbers of the process, and for a model that compile() plans. Neither function may
   /// wait for the other, nor call this scope; an exception of one ends both and comes out of here.
   /// Errors: kUsage with StepScopeOptions::micro_batches, which says that no forward comes before the
-  /// last backward, and for calls of the scope inside of either function; kComm where a pass takes other turns than in the first step of its schedule.
-  /// Collective.
+  /// last backward, and for calls of the scope inside of either function; kComm where a pass takes
+  /// other turns than in the first step of its schedule. Collective.
   void run_pair(const StepForward& forward, const StepBackward& backward);
   /// Forms what the kInputOnly backward of this stage and micro-batch has left, oldest first.
   void run_weight_gradients(int stage, std::int64_t micro_batch);

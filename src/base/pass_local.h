@@ -6,7 +6,7 @@
 // exchanges which block is read. scripts/check_thread_locals.py lists all other thread-locals, with
 // why each may be the rank's.
 //
-// A pass begins with the values of whoever started it: scopes around both hold for both. Pure.
+// A pass begins with the values of its caller: scopes around both hold for both. Pure.
 #pragma once
 
 #include <array>

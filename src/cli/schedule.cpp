@@ -33,7 +33,7 @@ namespace tessera::cli {
 namespace {
 
 constexpr std::int64_t kMostCsvBytes = std::int64_t{64} << 20;
-/// Of a micro-batch over all stages: far above any model, and simulated in some seconds.
+/// Bounds the exchanges of a micro-batch over all stages: far above any model, simulated in seconds.
 constexpr std::int64_t kMostExchangesInAll = std::int64_t{1} << 18;
 constexpr std::int64_t kMostTraceBytes = std::int64_t{64} << 20;
 
@@ -220,7 +220,7 @@ std::optional<pipeline::Slot> longest_pair(const pipeline::Schedule& schedule,
   return longest;
 }
 
-/// What exchanges within stages cost: of the longest pair, and of each rank's step.
+/// Prints the times of exchanges within stages: of the longest pair, and of each rank's step.
 void print_exchanges(const pipeline::Schedule& schedule, const pipeline::Simulated& simulated,
                      const pipeline::Costs& costs, std::string_view unit) {
   if (const auto pair = longest_pair(schedule, costs)) {

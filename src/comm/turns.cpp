@@ -31,7 +31,7 @@
 namespace tessera::comm {
 namespace {
 
-/// What libtorch keeps for the thread, and belongs to the pass that runs on it.
+/// Holds the state that libtorch keeps for the thread, and that belongs to the pass that runs on it.
 class ThreadState {
  public:
   /// As it is now.
@@ -164,7 +164,7 @@ class Turns::Stacks {
   Side first_, second_;
   Side* running_ = &first_;
   base::PassValues values_of_second_;
-  // Of the run under way.
+  // The run under way:
   const std::function<void()>* second_body_ = nullptr;
   const ThreadState* state_at_begin_ = nullptr;
   const Options* options_ = nullptr;
@@ -220,7 +220,7 @@ void Turns::Stacks::begin_second() {
 
 void Turns::Stacks::prepare_second() {
 #if defined(__SANITIZE_ADDRESS__)
-  // What a run before left behind of its outermost frame.
+  // A run before may have left marks of its outermost frame.
   __asan_unpoison_memory_region(stack_.bottom(), Stack::kBytes);
 #endif
   values_of_second_ = base::pass_values();

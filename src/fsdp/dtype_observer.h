@@ -59,7 +59,7 @@ class DtypeWatch::Observer {
     std::string unit;
     std::optional<at::ScalarType> activation;
   };
-  /// What is under way in a pass of the rank.
+  /// The calls that are under way in a pass of the rank.
   struct Pass {
     int depth = 0;  // operations call operations: what counts is the one that the module called
     std::vector<Frame> frames;

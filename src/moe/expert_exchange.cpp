@@ -54,7 +54,7 @@ at::Tensor reordered(const at::Tensor& rows, const at::Tensor& order, const at::
   return order.defined() ? ReorderFunction::apply(rows, order, inverse) : rows;
 }
 
-/// What every rank tells every other, as the host has read it: rows for each of its experts, and
+/// The counts that ranks have exchanged, as the host has read them: rows for each of its experts, and
 /// whether they require a gradient.
 class Counts {
  public:

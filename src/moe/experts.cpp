@@ -348,7 +348,7 @@ at::Tensor compute_there(const at::Tensor& rows, const ExpertWeights& weights,
   RowsToExperts leaving =
       begin_to_experts(rows, dispatch_plan, [gate_up = weights.gate_up, down = weights.down] {
         grad::form_under_exchange(gate_up);
-        grad::form_under_exchange(down);
+        grad::form_under_exchange(down);  // gate_up may be no leaf of a sharded model
       });
   if (options.meanwhile) options.meanwhile();
   const at::Tensor here = leaving.finish(dispatch_plan);

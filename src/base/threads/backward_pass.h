@@ -2,7 +2,7 @@
 //
 // libtorch's current graph task belongs to the thread. Where two passes take turns on it
 // (comm/turns.h), the code of the one sees the graph task in which the other is suspended, and no
-// function of libtorch exchanges it. So whoever asks "is this a backward?" asks here.
+// function of libtorch exchanges it. So in_backward_pass() answers for the pass that calls it.
 #pragma once
 
 namespace tessera::base {
@@ -13,7 +13,7 @@ inline bool in_backward_pass() { return graph_task_of_pass() != -1; }
 
 /// While this pass runs, `graph_task` is the other one's; -1: it runs none. For comm/turns.cpp alone.
 void set_foreign_graph_task(int graph_task);
-/// What was set last in this pass.
+/// Returns the number that was set last in this pass.
 int foreign_graph_task();
 
 }  // namespace tessera::base
