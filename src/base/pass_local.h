@@ -85,6 +85,7 @@ inline PassValues* exchange_pass_values(PassValues* second) {
 template <PassValue value, class T>
 class PassLocal {
  public:
+  // NOLINTNEXTLINE(bugprone-sizeof-expression): T may be a pointer, and the pointer is what is kept
   static_assert(sizeof(T) <= PassValues::kEach && std::is_trivially_copyable_v<T> &&
                 std::is_trivially_destructible_v<T>);
 
