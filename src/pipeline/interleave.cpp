@@ -108,19 +108,6 @@ std::string to_string(const std::vector<Turn>& turns) {
   return text;
 }
 
-std::optional<std::string> fault_of(const std::vector<Turn>& turns, std::size_t forward,
-                                    std::size_t backward) {
-  const std::vector<Turn> expected = turns_of(forward, backward);
-  for (std::size_t i = 0; i < std::min(turns.size(), expected.size()); ++i) {
-    if (turns[i] == expected[i]) continue;
-    return concat("turn ", i + 1, ": found ", to_string(turns[i]), ", expected ",
-                  to_string(expected[i]));
-  }
-  if (turns.size() == expected.size()) return std::nullopt;
-  return concat("found ", turns.size(), " turns, expected ", expected.size(), ": ", forward,
-                " of the forward and ", backward, " of the backward");
-}
-
 Interleaved interleave(const Pieces& forward, const Pieces& backward) {
   check_pieces(forward, "forward");
   check_pieces(backward, "backward");

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,11 +61,6 @@ std::vector<Turn> turns_of(std::size_t forward, std::size_t backward);
 
 /// "B1 F1 B2 F2 ... B9 F9 | F10-13": both in alternation, then one alone.
 std::string to_string(const std::vector<Turn>& turns);
-
-/// Says in one line what is wrong with turns that were taken: the first one that is not that of
-/// turns_of(), which has each piece once, in order. None where nothing is.
-std::optional<std::string> fault_of(const std::vector<Turn>& turns, std::size_t forward,
-                                    std::size_t backward);
 
 /// A pair, or a side alone.
 struct Interleaved {

@@ -190,6 +190,15 @@ TEST(TrainCommand, TwoLocalRanksTrainAsOneDoes) {
   EXPECT_THAT(read_file(folder / "two" / "logs" / "rank_1.log"), Says("[rank 1]"));
 }
 
+// libtorch seeds the generator of each process for itself; `train` gives all of them debug.seed.
+TEST(TrainCommand, RanksOfTensorParallelismInProcessesAgreeOnWhatTheGuardCompares) {
+  const SmallRun folder;
+  const Outcome outcome = succeeded(
+      run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run",
+                           "--parallelism.tensor_parallel_degree", "2", "--debug.guard", "1"}));
+  EXPECT_EQ(std::ranges::count(outcome.out, '\n'), 3) << outcome.out;
+}
+
 TEST(TrainCommand, ATraceHasAllRanksOnOneClock) {
   const SmallRun folder;
   const Outcome outcome =

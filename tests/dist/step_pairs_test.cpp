@@ -54,6 +54,7 @@ Program drawn_program(std::uint64_t seed, int ranks) {
   }
   if (count == 2 && random() % 2 == 0) stages.stages[1].push_back(0);
   stages.ties = random() % 2 == 0;
+  if (random() % 3 == 0) stages.stages[0].push_back(0);  // called twice by one forward
   const int micro_batches = 3 + static_cast<int>(random() % 2);
   program.slots = drawn_slots(random, count, micro_batches);
   program.options.reshard = random() % 2 == 0 ? StepReshard::kStep : StepReshard::kMicroBatch;

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "comm/turns.h"
+#include "pipeline/interleave.h"
 #include "support/test.h"
 #include "train/dry/step_traffic.h"
 #include "train/report/profile.h"
@@ -135,6 +136,46 @@ TEST(TraceOfRun, OneRankAndReplicasHaveTheirRows) {
     EXPECT_EQ(rows.contains({0, "sums over replicas"}), ranks == 2);
     EXPECT_FALSE(rows.contains({0, "gathers"})) << "nobody shares a shard";
     EXPECT_TRUE(rows.contains({0, "compute"}));
+  }
+}
+
+/// The piece that a span of the row "turns" shows: "backward 1 of stage 0 #2" is B2.
+pipeline::Turn turn_of(const Span& span) {
+  return {span.name.starts_with("forward") ? pipeline::Side::kForward : pipeline::Side::kBackward,
+          std::stoul(span.name.substr(span.name.find('#') + 1)) - 1};
+}
+
+// The order that `tessera schedule --exchanges` simulates is the one that runs.
+TEST(TraceOfRun, PairsTakeTurnsInTheOrderThatIsSimulated) {
+  const TemporaryFolder folder;
+  Config config = run_case(folder, Head::kOwn);
+  write_model(folder, "qwen3-moe-fp32", make_room_for_bytes);
+  config.metrics.trace_steps = {3};
+  config.parallelism.data_parallel_shard_degree = config.parallelism.expert_parallel_degree = 2;
+  config.pipeline.schedule = "Paired1F1B";
+  config.training.local_batch_size = 1;
+  config.training.global_batch_size = 2 * 4;
+  on_ranks(2, [&](World& world) { run_training(config, world); });
+  const Rows rows = read_trace(folder / "run/metrics/trace/step-3.json");
+  expect_nested(rows);
+  for (int rank = 0; rank < 2; ++rank) {
+    std::vector<std::vector<pipeline::Turn>> pairs;
+    for (const Span& span : rows.at({rank, "turns"})) {
+      const auto turn = turn_of(span);
+      if (turn == pipeline::Turn{pipeline::Side::kBackward, 0}) pairs.emplace_back();
+      ASSERT_FALSE(pairs.empty()) << span.name;
+      pairs.back().push_back(turn);
+    }
+    EXPECT_EQ(pairs.size(), 3U) << "four micro-batches: a forward, three pairs, a backward";
+    for (const auto& turns : pairs) {
+      const auto count = [&](pipeline::Side side) {
+        return static_cast<std::size_t>(std::ranges::count(turns, side, &pipeline::Turn::side));
+      };
+      const std::size_t forward = count(pipeline::Side::kForward);
+      EXPECT_GT(forward, 2U);
+      EXPECT_EQ(turns, pipeline::turns_of(forward, count(pipeline::Side::kBackward)))
+          << to_string(turns);
+    }
   }
 }
 
