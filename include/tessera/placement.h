@@ -63,6 +63,10 @@ struct ParameterLayout {
   /// [E, 2, I, H].
   std::vector<std::int64_t> sharded_shape = {};
   std::vector<AxisPlacement> axes = {};  ///< of more than one rank, outermost first
+  /// The sizes of parts that stand one behind the other along dim 0 and are sharded each by itself:
+  /// [q | k | v] rows of one matrix, of which a rank holds its heads of each. Empty = dim 0 is one
+  /// part. With sections `sharded_shape` is empty.
+  std::vector<std::int64_t> sections = {};
   bool operator==(const ParameterLayout&) const = default;
 };
 

@@ -217,8 +217,7 @@ at::Tensor part_of_shard(const ShardView& view, const at::Tensor& whole) {
   const auto& [layout, shape] = std::tie(view.contract->layout, view.contract->shape);
   auto local = whole;
   if (!view.coordinates.empty()) {
-    const auto box = layout::local_box(layout, shape, view.coordinates);
-    local = fsdp::narrow_to(whole.reshape(layout::sharded_shape(layout, shape)), box);
+    local = fsdp::local_part(whole, layout, shape, view.coordinates);
   }
   return local.reshape(-1).narrow(0, view.begin, view.end - view.begin);
 }

@@ -228,9 +228,8 @@ at::Tensor part_for(const Target& target, const StateTensor& entry) {
     return entry.values.reshape(-1).narrow(0, target.begin - entry.begin,
                                            target.end - target.begin);
   }
-  const auto box = layout::local_box(target.layout, target.shape, target.coordinates);
-  const auto whole = entry.values.reshape(layout::sharded_shape(target.layout, target.shape));
-  return fsdp::narrow_to(whole, box).reshape(-1).narrow(0, target.begin, target.end - target.begin);
+  return fsdp::local_part(entry.values, target.layout, target.shape, target.coordinates)
+      .narrow(0, target.begin, target.end - target.begin);
 }
 
 /// Into the module's own tensor, all digits; the cast follows.

@@ -57,6 +57,7 @@ std::string text(const std::vector<std::string>& names) {
 std::string text(const ParameterLayout& layout) {
   std::string joined = layout.mesh == MeshKind::kDense ? "dense" : "sparse";
   if (!layout.sharded_shape.empty()) joined += concat(" ", text(layout.sharded_shape));
+  if (!layout.sections.empty()) joined += concat(" sections ", text(layout.sections));
   for (const AxisPlacement& axis : layout.axes) {
     joined += concat(", ", axis.axis.size(), " ", to_string(axis));
   }

@@ -39,6 +39,33 @@ std::size_t sharded_dim(const AxisPlacement& axis, std::size_t dims, const std::
   return dim;
 }
 
+void check_sections(const ParameterLayout& layout, const Shape& shape, const std::string& what) {
+  if (layout.sections.empty()) return;
+  TESSERA_CHECK(
+      layout.sharded_shape.empty() && !shape.empty(), ErrorKind::kContract, what,
+      ": found sections of a shape that is folded or has no dims, expected rows of dim 0");
+  std::int64_t rows = 0;
+  for (const std::int64_t section : layout.sections) rows += section;
+  TESSERA_CHECK(rows == shape.front(), ErrorKind::kContract, what, ": found sections of ", rows,
+                " rows in all, expected ", shape.front());
+}
+
+/// Whole, before anything is cut.
+std::vector<TensorBox> sections_of(const ParameterLayout& layout, const Shape& shape) {
+  const TensorBox whole = TensorBox::whole(sharded_shape(layout, shape));
+  if (layout.sections.empty()) return {whole};
+  std::vector<TensorBox> boxes;
+  std::int64_t begin = 0;
+  for (const std::int64_t rows : layout.sections) {
+    TensorBox box = whole;
+    box.offset[0] = begin;
+    box.size[0] = rows;
+    boxes.push_back(std::move(box));
+    begin += rows;
+  }
+  return boxes;
+}
+
 }  // namespace
 
 const Shape& sharded_shape(const ParameterLayout& layout, const Shape& shape) {
@@ -49,6 +76,8 @@ void validate(const ParameterLayout& layout, const Shape& shape, const std::stri
   const Shape& cut = sharded_shape(layout, shape);
   TESSERA_CHECK(product(cut) == product(shape), ErrorKind::kContract, what, ": found ",
                 product(cut), " elements in the shape that is cut, expected ", product(shape));
+  check_sections(layout, shape, what);
+  const bool has_sections = !layout.sections.empty();
   std::set<std::string> axes;
   Shape parts(cut.size(), 1);
   for (const AxisPlacement& axis : layout.axes) {
@@ -60,29 +89,39 @@ void validate(const ParameterLayout& layout, const Shape& shape, const std::stri
     if (!is_sharded(axis)) continue;
     const std::size_t dim = sharded_dim(axis, cut.size(), what);
     parts[dim] *= axis.size;
-    TESSERA_CHECK(cut[dim] % parts[dim] == 0, ErrorKind::kContract, what, ": found ", cut[dim],
-                  " elements along dim ", dim, " over ", parts[dim], " ranks of ", axis.axis,
-                  ", expected a multiple of the ranks; change the degree of that axis");
+    const Shape whole{cut[dim]};
+    for (const std::int64_t size : dim == 0 && has_sections ? layout.sections : whole) {
+      TESSERA_CHECK(size % parts[dim] == 0, ErrorKind::kContract, what, ": found ", size,
+                    " elements along dim ", dim, " over ", parts[dim], " ranks of ", axis.axis,
+                    ", expected a multiple of the ranks; change the degree of that axis");
+    }
   }
 }
 
-TensorBox local_box(const ParameterLayout& layout, const Shape& shape,
-                    const std::vector<int>& coordinates) {
+std::vector<TensorBox> local_boxes(const ParameterLayout& layout, const Shape& shape,
+                                   const std::vector<int>& coordinates) {
   TESSERA_INVARIANT(coordinates.size() == layout.axes.size(), "a coordinate an axis");
-  TensorBox box = TensorBox::whole(sharded_shape(layout, shape));
+  std::vector<TensorBox> boxes = sections_of(layout, shape);
   for (std::size_t i = 0; i < layout.axes.size(); ++i) {
     const AxisPlacement& axis = layout.axes[i];
     if (!is_sharded(axis)) continue;
     const auto dim = static_cast<std::size_t>(axis.parameter.dim);
-    box.size[dim] /= axis.size;
-    box.offset[dim] += box.size[dim] * coordinates[i];
+    for (TensorBox& box : boxes) {
+      box.size[dim] /= axis.size;
+      box.offset[dim] += box.size[dim] * coordinates[i];
+    }
   }
-  return box;
+  return boxes;
 }
 
 Shape local_shape(const ParameterLayout& layout, const Shape& shape) {
-  const TensorBox box = local_box(layout, shape, std::vector<int>(layout.axes.size(), 0));
-  if (layout.sharded_shape.empty()) return box.size;
+  const auto boxes = local_boxes(layout, shape, std::vector<int>(layout.axes.size(), 0));
+  const TensorBox& box = boxes.front();
+  if (layout.sharded_shape.empty()) {
+    Shape local = box.size;
+    for (std::size_t i = 1; i < boxes.size(); ++i) local[0] += boxes[i].size[0];
+    return local;
+  }
   Shape local;
   std::size_t d = 0;
   for (const std::int64_t size : shape) {
@@ -218,20 +257,16 @@ class Walk {
 
 }  // namespace
 
-std::vector<Piece> pieces(const ParameterLayout& layout, const Shape& shape, const FileShape& file,
-                          const std::vector<int>& coordinates, Range range) {
-  const Shape& cut = sharded_shape(layout, shape);
-  TESSERA_INVARIANT(!cut.empty(), "a parameter without dims has no parts");
-  const TensorBox box = local_box(layout, shape, coordinates);
-  TESSERA_INVARIANT(range.begin >= 0 && range.end <= box.numel(), "a range outside the local part");
-  if (range.empty()) return {};
-  const Walk walk(box, cut, file);
+namespace {
+
+/// Appends those of one box, whose elements begin at `begin` of the flattened local tensor.
+void add_pieces(const Walk& walk, const TensorBox& box, std::int64_t begin, Range range,
+                std::vector<Piece>& found) {
   const std::int64_t rows = box.numel() / walk.length();
-  std::vector<Piece> found;
   // From the beginning, so that the same box has the same edges whatever the range.
-  for (std::int64_t row = 0; row < rows && row * walk.length() < range.end;) {
+  for (std::int64_t row = 0; row < rows && begin + row * walk.length() < range.end;) {
     const std::int64_t run = walk.run(row, rows - row);
-    const Range all{row * walk.length(), (row + run) * walk.length()};
+    const Range all{begin + row * walk.length(), begin + (row + run) * walk.length()};
     const Range local = intersect(all, range);
     if (!local.empty()) {
       Piece piece = walk.piece(row, run);
@@ -242,6 +277,21 @@ std::vector<Piece> pieces(const ParameterLayout& layout, const Shape& shape, con
     }
     row += run;
   }
+}
+
+}  // namespace
+
+std::vector<Piece> pieces(const ParameterLayout& layout, const Shape& shape, const FileShape& file,
+                          const std::vector<int>& coordinates, Range range) {
+  const Shape& cut = sharded_shape(layout, shape);
+  TESSERA_INVARIANT(!cut.empty(), "a parameter without dims has no parts");
+  std::vector<Piece> found;
+  std::int64_t begin = 0;
+  for (const TensorBox& box : local_boxes(layout, shape, coordinates)) {
+    if (box.numel() > 0) add_pieces(Walk(box, cut, file), box, begin, range, found);
+    begin += box.numel();
+  }
+  TESSERA_INVARIANT(range.begin >= 0 && range.end <= begin, "a range outside the local part");
   return found;
 }
 

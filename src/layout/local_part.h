@@ -17,9 +17,10 @@
 
 namespace tessera::layout {
 
-/// Throws kContract, naming `what`, unless sharded_shape has the elements of `shape`, every pair of
-/// placements is one of the three, dims exist and divide by the ranks that cut them, each axis
-/// stands once, and no axis has fewer than two ranks.
+/// Throws kContract, naming `what`, unless sharded_shape has the elements of `shape`, sections have
+/// the rows of dim 0 (and there is no sharded_shape), every pair of placements is one of the three,
+/// dims exist and divide by the ranks that cut them, as each section does, each axis stands once,
+/// and no axis has fewer than two ranks.
 void validate(const ParameterLayout& layout, const std::vector<std::int64_t>& shape,
               const std::string& what);
 
@@ -39,10 +40,12 @@ std::vector<std::int64_t> global_shape(const ParameterLayout& layout,
                                        const std::vector<std::int64_t>& local,
                                        const std::string& what);
 
-/// The part of sharded_shape() that the rank at `coordinates` (one per layout.axes) holds. Two axes
+/// The parts of sharded_shape() that the rank at `coordinates` (one per layout.axes) holds, one of
+/// each section or one in all: the flattened local tensor is theirs, one after the other. Two axes
 /// may cut one dim: the first in `axes` makes the larger parts.
-TensorBox local_box(const ParameterLayout& layout, const std::vector<std::int64_t>& shape,
-                    const std::vector<int>& coordinates);
+std::vector<TensorBox> local_boxes(const ParameterLayout& layout,
+                                   const std::vector<std::int64_t>& shape,
+                                   const std::vector<int>& coordinates);
 
 /// How the file holds a parameter: `count` tensors of `shape` whose elements, one tensor after the
 /// other, are the parameter's.

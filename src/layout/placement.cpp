@@ -49,6 +49,9 @@ std::string to_string(const ParameterLayout& layout) {
       text += concat(d == 0 ? "" : "x", layout.sharded_shape[d]);
     }
   }
+  for (std::size_t i = 0; i < layout.sections.size(); ++i) {
+    text += concat(i == 0 ? " of rows " : "+", layout.sections[i]);
+  }
   if (layout.mesh == MeshKind::kSparse) text += text.empty() ? "sparse mesh" : " (sparse mesh)";
   return text.empty() ? "nothing declared" : text;
 }

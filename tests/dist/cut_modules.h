@@ -36,12 +36,15 @@ inline ParameterLayout layout_on(MeshKind kind, const std::vector<AxisPlacement>
 inline at::Tensor local_part(const at::Tensor& whole, const ParameterLayout& layout,
                              const Mesh& mesh) {
   const auto shape = whole.sizes().vec();
-  const auto box = layout::local_box(layout, shape, mesh.coordinates(layout));
-  auto part = whole.reshape(layout::sharded_shape(layout, shape));
-  for (std::size_t d = 0; d < box.size.size(); ++d) {
-    part = part.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
+  std::vector<at::Tensor> parts;
+  for (const auto& box : layout::local_boxes(layout, shape, mesh.coordinates(layout))) {
+    auto part = whole.reshape(layout::sharded_shape(layout, shape));
+    for (std::size_t d = 0; d < box.size.size(); ++d) {
+      part = part.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
+    }
+    parts.push_back(part.reshape(-1));
   }
-  return part.reshape(layout::local_shape(layout, shape)).clone();
+  return at::cat(parts).reshape(layout::local_shape(layout, shape));
 }
 
 inline at::Tensor gather_rows(comm::Group& group, const at::Tensor& x) {
@@ -128,14 +131,27 @@ inline constexpr std::int64_t kInner = 12;    // of the feed-forward
 inline constexpr std::int64_t kHeads = 4;     // of queries
 inline constexpr std::int64_t kKeyHeads = 2;  // of keys
 inline constexpr std::int64_t kExperts = 4;
+inline const std::vector<std::int64_t> kSections{4, 8};  // of "fused": two matrices in one
 
 /// The parameters of a block, whole.
 inline Tensors block_values(std::uint64_t seed) {
   const auto draw = [&](at::IntArrayRef sizes) { return seeded(seed++, sizes, at::kDouble) * 0.3; };
-  return {{"norm", draw({kWide}) + 1.0},   {"w1", draw({kInner, kWide})},
-          {"b1", draw({kInner})},          {"w2", draw({kWide, kInner})},
-          {"b2", draw({kWide})},           {"q", draw({kHeads, kWide})},
-          {"k", draw({kKeyHeads, kWide})}, {"experts", draw({kExperts, kWide})}};
+  return {{"norm", draw({kWide}) + 1.0},
+          {"w1", draw({kInner, kWide})},
+          {"b1", draw({kInner})},
+          {"w2", draw({kWide, kInner})},
+          {"b2", draw({kWide})},
+          {"q", draw({kHeads, kWide})},
+          {"k", draw({kKeyHeads, kWide})},
+          {"experts", draw({kExperts, kWide})},
+          {"fused", draw({kSections[0] + kSections[1], kWide})}};
+}
+
+/// A number a row, of the products with both matrices: rows of `products` are as `first` of the one,
+/// then the other.
+inline at::Tensor both_sums(const at::Tensor& products, std::int64_t first) {
+  const auto parts = products.split_with_sizes({first, products.size(1) - first}, 1);
+  return at::tanh(parts[0]).sum(1, true) + at::sin(parts[1]).sum(1, true);
 }
 
 /// What a block computes on rows x, given its whole parameters: the truth.
@@ -143,7 +159,7 @@ inline at::Tensor whole_block(const Tensors& p, const at::Tensor& x) {
   const auto n = x * p.at("norm");
   auto y = at::linear(at::tanh(at::linear(n, p.at("w1"), p.at("b1"))), p.at("w2"));
   const auto keys = at::linear(n, p.at("k")).repeat_interleave(kHeads / kKeyHeads, 1);
-  y = y + at::matmul(keys, p.at("q"));
+  y = y + at::matmul(keys, p.at("q")) + both_sums(at::linear(n, p.at("fused")), kSections[0]);
   // Row r goes to expert r % kExperts: the rows of a data rank are a multiple of them.
   const auto experts = p.at("experts").repeat({x.size(0) / kExperts, 1});
   return x + y + p.at("b2") + at::sin(x) * experts;
@@ -158,18 +174,20 @@ class CutBlock : public torch::nn::Module, public DeclaresLayouts {
     const auto dense = [&](const std::vector<AxisPlacement>& axes) {
       return layout_on(MeshKind::kDense, axes);
     };
-    layouts = {
-        {"norm", dense({partial("tp", tp)})},
-        {"w1", dense({shard("tp", tp, 0)})},
-        {"b1", dense({shard("tp", tp, 0)})},
-        {"w2", dense({shard("tp", tp, 1)})},
-        {"b2", dense({partial("tp", tp)})},
-        {"q", dense({shard("tp", tp, 0)})},
-        {"k",
-         dense({shard(kv.heads.name, kv.heads.size, 0), partial(kv.copies.name, kv.copies.size)})},
-        {"experts",
-         layout_on(MeshKind::kSparse, {shard("ep", mesh.size_of(axis::kExpert), 0),
-                                       shard("etp", mesh.size_of(axis::kExpertTensor), 1)})}};
+    layouts = {{"norm", dense({partial("tp", tp)})},
+               {"w1", dense({shard("tp", tp, 0)})},
+               {"b1", dense({shard("tp", tp, 0)})},
+               {"w2", dense({shard("tp", tp, 1)})},
+               {"b2", dense({partial("tp", tp)})},
+               {"q", dense({shard("tp", tp, 0)})},
+               {"k", dense({shard(kv.heads.name, kv.heads.size, 0),
+                            partial(kv.copies.name, kv.copies.size)})},
+               {"experts",
+                layout_on(MeshKind::kSparse, {shard("ep", mesh.size_of(axis::kExpert), 0),
+                                              shard("etp", mesh.size_of(axis::kExpertTensor), 1)})},
+               {"fused", dense({shard("tp", tp, 0)})}};
+    if (tp > 1) layouts.at("fused").sections = kSections;
+    own_first_ = kSections[0] / tp;
     for (const auto& [name, whole] : block_values(seed)) {
       own[name] = register_parameter(name, local_part(whole, layouts.at(name), mesh));
     }
@@ -177,9 +195,11 @@ class CutBlock : public torch::nn::Module, public DeclaresLayouts {
     expert_ = axis_group(mesh, {axis::kExpert, axis::kExpertTensor}, "test experts");
     first_query_ = mesh.coordinate(axis::kTensor) * (kHeads / tp);
     const auto& key = layouts.at("k");
-    first_key_ = layout::local_box(key, {kKeyHeads, kWide}, mesh.coordinates(key)).offset[0];
+    first_key_ =
+        layout::local_boxes(key, {kKeyHeads, kWide}, mesh.coordinates(key)).front().offset[0];
     const auto& experts = layouts.at("experts");
-    expert_box_ = layout::local_box(experts, {kExperts, kWide}, mesh.coordinates(experts));
+    expert_box_ =
+        layout::local_boxes(experts, {kExperts, kWide}, mesh.coordinates(experts)).front();
   }
 
   ParameterLayout layout_of(const std::string& parameter) const override {
@@ -193,6 +213,7 @@ class CutBlock : public torch::nn::Module, public DeclaresLayouts {
       const auto head = (first_query_ + i) / (kHeads / kKeyHeads) - first_key_;
       y = y + at::outer(at::mv(n, own["k"][head]), own["q"][i]);
     }
+    y = y + both_sums(at::linear(n, own["fused"]), own_first_);
     return x + over<ScatterRows>(tensor_, y) + own["b2"] + mixture(x);
   }
 
@@ -227,6 +248,7 @@ class CutBlock : public torch::nn::Module, public DeclaresLayouts {
   comm::Group* expert_ = nullptr;
   std::int64_t first_query_ = 0;
   std::int64_t first_key_ = 0;
+  std::int64_t own_first_ = 0;  // rows of the first matrix of "fused"
   TensorBox expert_box_;
 };
 

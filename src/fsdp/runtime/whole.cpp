@@ -7,6 +7,17 @@
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
+namespace {
+
+/// The elements of `whole` that lie in the box, as a view.
+at::Tensor narrow_to(at::Tensor whole, const TensorBox& box) {
+  for (std::size_t d = 0; d < box.size.size(); ++d) {
+    whole = whole.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
+  }
+  return whole;
+}
+
+}  // namespace
 
 at::Tensor whole_of(Runtime& runtime, const Unit& unit, const Bucket& bucket,
                     const at::Tensor& slice, const char* what) {
@@ -44,9 +55,10 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
   const auto whole = at::empty(layout::sharded_shape(layout, shape), local.options());
   std::int64_t begin = 0;
   for (const int member : members) {
-    const auto box = layout::local_box(layout, shape, shapes.coordinates(member, layout));
-    narrow_to(whole, box).copy_(parts.narrow(0, begin, count).view(box.size));
-    begin += count;
+    for (const auto& box : layout::local_boxes(layout, shape, shapes.coordinates(member, layout))) {
+      narrow_to(whole, box).copy_(parts.narrow(0, begin, box.numel()).view(box.size));
+      begin += box.numel();
+    }
   }
   return whole.view(shape);
 }
@@ -55,11 +67,14 @@ bool has_values(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_meta() && tensor.layout() == at::kStrided;
 }
 
-at::Tensor narrow_to(at::Tensor whole, const TensorBox& box) {
-  for (std::size_t d = 0; d < box.size.size(); ++d) {
-    whole = whole.narrow(static_cast<std::int64_t>(d), box.offset[d], box.size[d]);
+at::Tensor local_part(const at::Tensor& whole, const ParameterLayout& layout,
+                      const std::vector<std::int64_t>& shape, const std::vector<int>& coordinates) {
+  const auto cut = whole.reshape(layout::sharded_shape(layout, shape));
+  std::vector<at::Tensor> parts;
+  for (const auto& box : layout::local_boxes(layout, shape, coordinates)) {
+    parts.push_back(narrow_to(cut, box).reshape(-1));
   }
-  return whole;
+  return parts.size() == 1 ? parts.front() : at::cat(parts);
 }
 
 }  // namespace tessera::fsdp

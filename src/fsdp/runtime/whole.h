@@ -22,7 +22,8 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
 /// Whether values can be copied out of it: there, dense, and not on the meta device.
 bool has_values(const at::Tensor& tensor);
 
-/// The elements of `whole` that lie in the box, as a view.
-at::Tensor narrow_to(at::Tensor whole, const TensorBox& box);
+/// What the rank at `coordinates` holds of the whole parameter, of any shape: its local tensor, flat.
+at::Tensor local_part(const at::Tensor& whole, const ParameterLayout& layout,
+                      const std::vector<std::int64_t>& shape, const std::vector<int>& coordinates);
 
 }  // namespace tessera::fsdp

@@ -109,6 +109,7 @@ TEST(Contract, HashChangesWithEveryFieldButNotWithReasons) {
       [](GradContract& c) { c.aliases = {"v"}; },
       [](GradContract& c) { c.layout.mesh = MeshKind::kSparse; },
       [](GradContract& c) { c.layout.sharded_shape = {2, 2, 3}; },
+      [](GradContract& c) { c.layout.sections = {1, 3}; },
       [](GradContract& c) { c.layout.axes = {kOnTp}; },
       [](GradContract& c) { c.layout.axes = {kOnTp, kOnTp}; },
       [](GradContract& c) { (c.layout.axes = {kOnTp}).front().size = 4; },

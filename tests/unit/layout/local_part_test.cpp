@@ -29,10 +29,12 @@ std::int64_t numel(const Shape& shape) {
 }
 
 /// The elements of the local tensor as numbers of the global one, by indexing alone.
-std::vector<std::int64_t> local_elements(const TensorBox& box, const Shape& cut) {
+std::vector<std::int64_t> local_elements(const std::vector<TensorBox>& boxes, const Shape& cut) {
   std::vector<std::int64_t> elements;
-  for (std::int64_t i = 0; i < box.numel(); ++i) {
-    elements.push_back(position_in_tensor(box, cut, i));
+  for (const TensorBox& box : boxes) {
+    for (std::int64_t i = 0; i < box.numel(); ++i) {
+      elements.push_back(position_in_tensor(box, cut, i));
+    }
   }
   return elements;
 }
@@ -60,10 +62,16 @@ std::vector<std::vector<int>> all_coordinates(const ParameterLayout& layout) {
   return all;
 }
 
+std::int64_t local_numel(const Case& one, const std::vector<int>& at) {
+  std::int64_t sum = 0;
+  for (const TensorBox& box : local_boxes(one.layout, one.shape, at)) sum += box.numel();
+  return sum;
+}
+
 /// Checks one rank's pieces of `range` against indexing; counts what they hold.
 void check_rank(const Case& one, const std::vector<int>& at, Range range, std::vector<int>& seen) {
   const Shape& global = sharded_shape(one.layout, one.shape);
-  const auto expected = local_elements(local_box(one.layout, one.shape, at), global);
+  const auto expected = local_elements(local_boxes(one.layout, one.shape, at), global);
   const std::int64_t each = numel(one.file.shape);
   std::int64_t next = range.begin;
   for (const Piece& piece : pieces(one.layout, one.shape, one.file, at, range)) {
@@ -112,6 +120,18 @@ std::vector<Case> cases() {
   add({shard("ep", 2, 0), shard("etp", 2, 2)}, {4, 5, 6}, {}, {4, {5, 6}});
   // Two axes along one dim.
   add({shard("ep", 2, 0), shard("tp", 2, 0)}, {8, 3});
+  // Queries, keys and values one behind the other, each cut by itself; a bias; two axes.
+  const auto add_sections = [&](std::vector<AxisPlacement> axes, Shape shape, Shape sections) {
+    add(std::move(axes), std::move(shape));
+    all.back().layout.sections = std::move(sections);
+  };
+  add_sections({shard("tp", 2, 0)}, {16, 3}, {8, 4, 4});
+  add_sections({shard("tp", 4, 0)}, {16}, {8, 4, 4});
+  add_sections({shard("tp", 3, 0)}, {12, 2}, {6, 6});
+  add_sections({shard("ep", 2, 0), shard("tp", 2, 0)}, {16, 2}, {8, 4, 4});
+  add_sections({shard("tp", 2, 1)}, {6, 4}, {4, 2});
+  add_sections({partial("tp", 2)}, {6, 4}, {4, 2});
+  all.back().copies = 2;
   return all;
 }
 
@@ -120,7 +140,7 @@ TEST(LocalPart, PiecesOfAllRanksHoldEveryElementOnce) {
     validate(one.layout, one.shape, "w");
     std::vector<int> seen(static_cast<std::size_t>(numel(one.shape)), 0);
     for (const auto& at : all_coordinates(one.layout)) {
-      const std::int64_t own = local_box(one.layout, one.shape, at).numel();
+      const std::int64_t own = local_numel(one, at);
       EXPECT_EQ(numel(local_shape(one.layout, one.shape)), own);
       check_rank(one, at, {0, own}, seen);
     }
@@ -132,7 +152,7 @@ TEST(LocalPart, PiecesOfSlicesAreThoseOfTheWhole) {
   for (const Case& one : cases()) {
     std::vector<int> seen(static_cast<std::size_t>(numel(one.shape)), 0);
     for (const auto& at : all_coordinates(one.layout)) {
-      const std::int64_t own = local_box(one.layout, one.shape, at).numel();
+      const std::int64_t own = local_numel(one, at);
       for (std::int64_t begin = 0; begin < own; begin += 7) {
         check_rank(one, at, {begin, std::min<std::int64_t>(begin + 7, own)}, seen);
       }
@@ -146,6 +166,57 @@ TEST(LocalPart, LocalShapesFoldWhatTheCutShapeSplits) {
       MeshKind::kSparse, {4, 2, 6, 5}, {shard("ep", 2, 0), shard("etp", 3, 2)}};
   EXPECT_EQ(local_shape(layout, {4, 12, 5}), (Shape{2, 4, 5}));
   EXPECT_EQ(local_shape({}, {3, 1, 4}), (Shape{3, 1, 4}));
+}
+
+/// Sections of random sizes over random ranks: what a rank holds is its share of each, in order.
+TEST(LocalPart, RandomSectionsAreSharedOutEachByItself) {
+  std::mt19937_64 random(20261130);
+  for (int round = 0; round < 200; ++round) {
+    const int ranks = 2 + static_cast<int>(random() % 4);
+    Case one{
+        {MeshKind::kDense, {}, {shard("tp", ranks, 0)}}, {0, 1 + std::int64_t(random() % 3)}, {}};
+    for (std::uint64_t i = 0, count = 1 + random() % 4; i < count; ++i) {
+      one.layout.sections.push_back(ranks * (1 + static_cast<std::int64_t>(random() % 3)));
+      one.shape[0] += one.layout.sections.back();
+    }
+    one.file = {1, one.shape};
+    validate(one.layout, one.shape, "w");
+    std::vector<int> seen(static_cast<std::size_t>(numel(one.shape)), 0);
+    for (int rank = 0; rank < ranks; ++rank) {
+      std::vector<std::int64_t> rows;  // by the definition
+      std::int64_t begin = 0;
+      for (const std::int64_t section : one.layout.sections) {
+        for (std::int64_t i = 0; i < section / ranks; ++i) {
+          rows.push_back(begin + rank * (section / ranks) + i);
+        }
+        begin += section;
+      }
+      const auto elements = local_elements(local_boxes(one.layout, one.shape, {rank}), one.shape);
+      ASSERT_EQ(elements.size(), rows.size() * static_cast<std::size_t>(one.shape[1]));
+      for (std::size_t i = 0; i < elements.size(); ++i) {
+        ASSERT_EQ(elements[i] / one.shape[1], rows[i / static_cast<std::size_t>(one.shape[1])]);
+      }
+      const std::int64_t own = local_numel(one, {rank});
+      const auto local = local_shape(one.layout, one.shape);
+      EXPECT_EQ(numel(local), own);
+      EXPECT_EQ(global_shape(one.layout, local, "w"), one.shape);
+      const auto middle = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(own + 1));
+      check_rank(one, {rank}, {0, middle}, seen);
+      check_rank(one, {rank}, {middle, own}, seen);
+    }
+    for (const int times : seen) ASSERT_EQ(times, 1);
+  }
+}
+
+TEST(LocalPart, SectionsThatDoNotFitAreRefused) {
+  const auto refuses = [](const Shape& sections, const Shape& shape, Shape folded = {}) {
+    const ParameterLayout layout{
+        MeshKind::kDense, std::move(folded), {shard("tp", 2, 0)}, sections};
+    EXPECT_THROW(validate(layout, shape, "w"), Error);
+  };
+  refuses({4, 2}, {8, 3});  // not all rows
+  refuses({3, 5}, {8, 3});  // 3 rows over 2 ranks
+  refuses({4, 4}, {8, 3}, {2, 4, 3});
 }
 
 TEST(LocalPart, WholeRowsAreOneRangeAndPartsOfRowsOneBox) {
