@@ -58,9 +58,15 @@ Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : TextModel(spec,
   const auto rope = std::make_shared<nn::Rope>(spec.rope, spec.head_dim);
   const auto sliding_rope =
       spec.sliding_rope ? std::make_shared<nn::Rope>(*spec.sliding_rope, spec.head_dim) : rope;
+  // Every pair's angle is 0: heads are laid out as others', and nothing turns.
+  const auto no_rope =
+      std::make_shared<nn::Rope>(nn::RopeOptions{.partial_rotary_factor = 0.0}, spec.head_dim);
+  const auto rope_of = [&](std::int64_t number) {
+    if (!spec.has_rope(number)) return no_rope;
+    return spec.is_sliding(number) ? sliding_rope : rope;
+  };
   add_layers(*model, "layers", [&](std::int64_t number) {
-    return std::make_shared<DecoderLayer>(spec, number, sizes,
-                                          spec.is_sliding(number) ? sliding_rope : rope);
+    return std::make_shared<DecoderLayer>(spec, number, sizes, rope_of(number));
   });
   if (!has_head(stages_)) return;
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.

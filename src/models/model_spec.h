@@ -10,6 +10,7 @@
 // the computation. Next: description.h, model_axes.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -52,7 +53,9 @@ struct ModelSpec {
   nn::RopeOptions rope = {};
   std::vector<LayerType> layer_types = {};  ///< one a layer; empty = all full (and of Gemma 4)
   std::int64_t sliding_window = 0;          ///< of sliding layers
-  std::optional<DType> dtype = {};          ///< storage dtype that the file names, if any
+  /// Their numbers, ascending, where that is no matter of layer_types (SmolLM3).
+  std::vector<std::int64_t> layers_without_rope = {};
+  std::optional<DType> dtype = {};  ///< storage dtype that the file names, if any
   /// This token's embedding row gets no gradient from the embedding (only from a tied head).
   std::optional<std::int64_t> pad_token_id = {};
   std::optional<std::int64_t> bos_token_id = {};
@@ -77,6 +80,9 @@ struct ModelSpec {
   bool is_chunked(std::int64_t layer) const {
     return !layer_types.empty() &&
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kChunked;
+  }
+  bool has_rope(std::int64_t layer) const {
+    return std::ranges::find(layers_without_rope, layer) == layers_without_rope.end();
   }
   std::int64_t q_size() const { return num_attention_heads * head_dim; }
   std::int64_t kv_size() const { return num_key_value_heads * head_dim; }

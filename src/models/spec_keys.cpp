@@ -194,6 +194,50 @@ Json layer_types_json(const ModelSpec& spec) {
   return json;
 }
 
+void read_optional_windows(ConfigReader& keys, ModelSpec& spec,
+                           const std::function<bool(std::int64_t layer)>& slides) {
+  const bool on = keys.boolean("use_sliding_window").value_or(false);
+  const bool has_window = spec.sliding_window > 0;
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+    spec.layer_types.push_back(on && has_window && slides(i) ? LayerType::kSliding
+                                                             : LayerType::kFull);
+  }
+  read_layer_types(keys, spec);
+  if (std::ranges::count(spec.layer_types, LayerType::kSliding) == 0) {
+    spec.layer_types.clear();
+    spec.sliding_window = 0;
+    return;
+  }
+  if (!on) keys.refuse("use_sliding_window", "true, as layer_types has sliding layers");
+  if (!has_window) keys.refuse("sliding_window", "a window, as layer_types has sliding layers");
+}
+
+KeyRows optional_window_rows() {
+  return {written({"layer_types"},
+                  [](const ModelSpec& spec) {
+                    return spec.layer_types.empty() ? left_out() : layer_types_json(spec);
+                  }),
+          window_row(), written({"use_sliding_window"}, [](const ModelSpec& spec) {
+            return !spec.layer_types.empty();
+          })};
+}
+
+std::vector<bool> read_rope_layers(ConfigReader& keys, std::int64_t layers) {
+  const std::int64_t interval = keys.integer("no_rope_layer_interval", kLayers).value_or(4);
+  std::vector<bool> have_rope;
+  const nlohmann::json* list = keys.take("no_rope_layers");
+  if (list == nullptr || (list->is_array() && list->empty())) {
+    for (std::int64_t i = 0; i < layers; ++i) have_rope.push_back((i + 1) % interval != 0);
+    return have_rope;
+  }
+  const bool is_one_each =
+      list->is_array() && std::cmp_equal(list->size(), layers) &&
+      std::ranges::all_of(*list, [](const auto& each) { return each == 0 || each == 1; });
+  if (!is_one_each) keys.refuse("no_rope_layers", concat("a list of ", layers, " times 0 or 1"));
+  for (const nlohmann::json& each : *list) have_rope.push_back(each == 1);
+  return have_rope;
+}
+
 void read_activation(ConfigReader& keys, ModelSpec& /*spec*/) {
   // transformers has no activation of that name either; an absent key is its default.
   if (keys.is_null("hidden_act")) {

@@ -14,6 +14,7 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "models/config_reader.h"
 #include "models/family.h"
@@ -156,6 +157,18 @@ Json layer_types_json(const ModelSpec& spec);
 
 /// One window for all layers.
 void set_all_sliding(ModelSpec& spec);
+
+/// use_sliding_window and layer_types of a family whose windows may be switched off: where they are on
+/// and layer_types is absent, the layers that `slides` names have one. Without any the spec has
+/// neither types nor a window. Errors: kConfig.
+void read_optional_windows(ConfigReader& keys, ModelSpec& spec,
+                           const std::function<bool(std::int64_t layer)>& slides);
+/// layer_types, sliding_window and use_sliding_window of such a family.
+KeyRows optional_window_rows();
+
+/// no_rope_layers: of each layer whether it has rope (1). Where the list is absent or empty, every
+/// no_rope_layer_interval-th has none. Errors: kConfig.
+std::vector<bool> read_rope_layers(ConfigReader& keys, std::int64_t layers);
 
 /// hidden_act of an MLP whose gate is SiLU.
 void read_activation(ConfigReader& keys, ModelSpec& spec);

@@ -34,6 +34,8 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": "Gemma3Config",
     "Llama4ForConditionalGeneration": "Llama4Config",
     "Gemma4ForConditionalGeneration": "Gemma4Config",
+    "GraniteForCausalLM": "GraniteConfig",
+    "SmolLM3ForCausalLM": "SmolLM3Config",
 }
 # Keys of every config: values that are computed here where the default is not, and missing sizes.
 NEEDED = {
@@ -45,6 +47,7 @@ NEEDED = {
 POSITIONS = 5  # of read_configs
 # With one rope for all layers.
 ROPES = [name for name in list(FAMILIES)[:13] if name != "Gemma3ForCausalLM"]
+ROPES += ["GraniteForCausalLM", "SmolLM3ForCausalLM"]
 
 
 def written(architecture, **keys):

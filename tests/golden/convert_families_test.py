@@ -46,6 +46,8 @@ FAMILIES = {
     "gpt2": [{"n_inner": 40}, {"layer_norm_epsilon": 1e-3}],
     "granite": [{"residual_multiplier": 0.5, "logits_scaling": 3.0}, {"attention_bias": True, "mlp_bias": True},
                 {"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "tie_word_embeddings": False}],
+    "smollm3": [{"no_rope_layers": [0, 1, 0, 1], "tie_word_embeddings": False},
+                {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}],
 }
 # Wide enough that a detail of the model shows in its logits; published ones begin with 0.02.
 DRAWN = {"initializer_range": 0.25}

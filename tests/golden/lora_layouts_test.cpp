@@ -21,7 +21,8 @@ bool is_llama4(const std::string& folder) { return folder.starts_with("llama4");
 
 bool is_dense(const std::string& folder) {
   return (folder.starts_with("llama") && !is_llama4(folder)) || folder.starts_with("olmo2") ||
-         folder.starts_with("gemma3") || folder.starts_with("granite");
+         folder.starts_with("gemma3") || folder.starts_with("granite") ||
+         folder.starts_with("smollm3");
 }
 
 /// Linear layers of every placement that the family has: cut by rows, by columns, copied, whole.
@@ -74,10 +75,10 @@ std::filesystem::path trained_adapters(const std::string& folder, double dropout
 }
 
 /// Dense ones first: three in a row share all of their layouts in turn.
-const std::vector<std::string> kAdapted{"llama-fp32",       "olmo2-fp32",    "gemma3-text-fp32",
-                                        "qwen3-moe-fp32",   "gpt-oss-fp32",  "deepseek-v2-fp32",
-                                        "deepseek-v3-fp32", "glm4-moe-fp32", "llama4-text-fp32",
-                                        "gemma4-fp32",      "mixtral-fp32",  "granite-fp32"};
+const std::vector<std::string> kAdapted{
+    "llama-fp32",       "olmo2-fp32",       "gemma3-text-fp32", "qwen3-moe-fp32",   "gpt-oss-fp32",
+    "deepseek-v2-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",    "llama4-text-fp32", "gemma4-fp32",
+    "mixtral-fp32",     "granite-fp32",     "smollm3-fp32"};
 
 void expect_near(const Gradients& found, const Gradients& expected) {
   EXPECT_NEAR(found.loss, expected.loss, kLossBound);

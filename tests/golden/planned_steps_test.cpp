@@ -41,6 +41,7 @@ std::vector<Family> families() {
                           {"olmo2-mixed", kDense},
                           {"gemma3-text-mixed", kDenseToo, 2},
                           {"granite-mixed", kDenseToo, 2},
+                          {"smollm3-mixed", kDense, 1, 12},
                           {"gpt2-mixed", kDense, 1, 12},
                           {"mixtral-mixed", kExperts},
                           {"qwen3-moe-mixed", kExpertsToo, 2},

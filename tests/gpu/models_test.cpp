@@ -76,7 +76,8 @@ INSTANTIATE_TEST_SUITE_P(Families, ModelsOnCard,
                                          "qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
                                          "deepseek-v2-group-fp32", "mixtral-fp32", "olmo2-fp32",
                                          "gemma3-text-fp32", "gpt2-fp32", "deepseek-v3-fp32",
-                                         "glm4-moe-fp32", "llama4-text-fp32", "granite-fp32"),
+                                         "glm4-moe-fp32", "llama4-text-fp32", "granite-fp32",
+                                         "smollm3-fp32"),
                          test_name);
 
 }  // namespace

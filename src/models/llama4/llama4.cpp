@@ -20,29 +20,10 @@ void read_temperature(ConfigReader& keys, ModelSpec& spec) {
       value->is_number_integer() ? *value != 0 : *keys.boolean("attn_temperature_tuning");
 }
 
-/// What each layer is by no_rope_layers: 1 where it has rope. An empty list is as good as none.
-std::vector<LayerType> types_by_rope(ConfigReader& keys, std::int64_t layers) {
-  const std::int64_t interval = keys.integer("no_rope_layer_interval", kLayers).value_or(4);
-  std::vector<LayerType> types;
-  const nlohmann::json* list = keys.take("no_rope_layers");
-  if (list == nullptr || (list->is_array() && list->empty())) {
-    for (std::int64_t i = 0; i < layers; ++i) {
-      types.push_back((i + 1) % interval == 0 ? LayerType::kFull : LayerType::kChunked);
-    }
-    return types;
-  }
-  const bool is_one_each =
-      list->is_array() && std::cmp_equal(list->size(), layers) &&
-      std::ranges::all_of(*list, [](const auto& each) { return each == 0 || each == 1; });
-  if (!is_one_each) keys.refuse("no_rope_layers", concat("a list of ", layers, " times 0 or 1"));
-  for (const nlohmann::json& each : *list) {
-    types.push_back(each == 1 ? LayerType::kChunked : LayerType::kFull);
-  }
-  return types;
-}
-
 void read_chunked_layers(ConfigReader& keys, ModelSpec& spec) {
-  spec.layer_types = types_by_rope(keys, spec.num_hidden_layers);
+  for (const bool has_rope : read_rope_layers(keys, spec.num_hidden_layers)) {
+    spec.layer_types.push_back(has_rope ? LayerType::kChunked : LayerType::kFull);
+  }
   const nlohmann::json* types = keys.take("layer_types");
   if (types == nullptr) return;
   bool agree = types->is_array() && types->size() == spec.layer_types.size();

@@ -12,28 +12,13 @@ namespace {
 
 /// A window counts only where it is switched on: published files name one that is not.
 void read_windows(ConfigReader& keys, ModelSpec& spec) {
-  const bool on = keys.boolean("use_sliding_window").value_or(false);
-  const bool has_window = spec.sliding_window > 0;
   const std::int64_t first = keys.integer("max_window_layers", {0, kLayers.max}).value_or(28);
-  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    const bool slides = on && has_window && i >= first;
-    spec.layer_types.push_back(slides ? LayerType::kSliding : LayerType::kFull);
-  }
-  read_layer_types(keys, spec);
-  if (std::ranges::count(spec.layer_types, LayerType::kSliding) == 0) {
-    spec.layer_types.clear();
-    spec.sliding_window = 0;
-    return;
-  }
-  if (!on) keys.refuse("use_sliding_window", "true, as layer_types has sliding layers");
-  if (!has_window) keys.refuse("sliding_window", "a window, as layer_types has sliding layers");
+  read_optional_windows(keys, spec, [first](std::int64_t layer) { return layer >= first; });
 }
-
-bool slides(const ModelSpec& spec) { return !spec.layer_types.empty(); }
 
 Json window_layers(const ModelSpec& spec) {
   const auto first = std::ranges::find(spec.layer_types, LayerType::kSliding);
-  return slides(spec) ? first - spec.layer_types.begin() : spec.num_hidden_layers;
+  return spec.layer_types.empty() ? spec.num_hidden_layers : first - spec.layer_types.begin();
 }
 
 }  // namespace
@@ -47,17 +32,14 @@ const FamilyTraits& qwen2_traits() {
                .max_position_embeddings = 32768,
                .attention_bias = true,
                .sliding_window = 4096},
-      .rows = decoder_rows({
-          only("attention_bias", true, "q, k and v of this family have biases, o has none"),
-          only("use_mrope", false, "positions in several dims are not supported"),
-          written({"layer_types"},
-                  [](const ModelSpec& spec) {
-                    return slides(spec) ? layer_types_json(spec) : left_out();
-                  }),
-          written({"max_window_layers"}, window_layers),
-          window_row(),
-          written({"use_sliding_window"}, slides),
-      }),
+      .rows = decoder_rows(joined({
+          optional_window_rows(),
+          {
+              only("attention_bias", true, "q, k and v of this family have biases, o has none"),
+              only("use_mrope", false, "positions in several dims are not supported"),
+              written({"max_window_layers"}, window_layers),
+          },
+      })),
       .read = read_windows,
       .output_bias = false,
   };

@@ -155,7 +155,7 @@ INSTANTIATE_TEST_SUITE_P(Folders, Decode,
                                            "qwen2-fp32", "qwen2-mixed", "mistral-fp32",
                                            "mistral-mixed", "olmo2-fp32", "olmo2-mixed",
                                            "gemma3-text-fp32", "gemma3-text-mixed", "granite-fp32",
-                                           "granite-mixed"),
+                                           "granite-mixed", "smollm3-fp32", "smollm3-mixed"),
                          [](const auto& folder) {
                            std::string name = folder.param;
                            for (char& c : name) c = c == '-' ? '_' : c;

@@ -399,5 +399,93 @@ TEST(GraniteConfig, WhatScalesNothingIsRefused) {
                            {"hidden_act", "gelu", "hidden_act: found \"gelu\""}});
 }
 
+constexpr ConfigOfFolder kSmolLm3("smollm3-fp32");
+
+TEST(SmolLm3Config, BothSpellingsGiveTheSameSpec) {
+  for (const char* folder : {"smollm3-fp32", "smollm3-mixed"}) {
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    EXPECT_EQ(spec.family, Family::kSmolLm3);
+    EXPECT_EQ(spec.layers_without_rope, std::vector<std::int64_t>{3});
+    EXPECT_TRUE(spec.layer_types.empty());
+    EXPECT_EQ(spec.rope.theta, 5e6);
+    EXPECT_TRUE(spec.tie_word_embeddings);
+  }
+}
+
+TEST(SmolLm3Config, AbsentKeysAreTransformersDefaults) {
+  const ModelSpec spec =
+      kSmolLm3.spec_without({"no_rope_layers", "layer_types", "tie_word_embeddings", "rope_theta",
+                             "num_key_value_heads", "max_position_embeddings"});
+  EXPECT_EQ(spec.layers_without_rope, std::vector<std::int64_t>{3});
+  EXPECT_TRUE(spec.tie_word_embeddings);
+  EXPECT_EQ(spec.rope.theta, 2e6);
+  EXPECT_EQ(spec.num_key_value_heads, 4);
+  EXPECT_EQ(spec.max_position_embeddings, 32768);
+  EXPECT_EQ(kSmolLm3.spec({{"no_rope_layers", nullptr}, {"no_rope_layer_interval", 2}})
+                .layers_without_rope,
+            (std::vector<std::int64_t>{1, 3}));
+}
+
+TEST(SmolLm3Config, WindowsWhereTheyAreOnAreOfLayersWithoutRope) {
+  const nlohmann::json on{{"use_sliding_window", true},
+                          {"sliding_window", 8},
+                          {"layer_types", nullptr},
+                          {"no_rope_layers", {0, 1, 1, 0}}};
+  const ModelSpec spec = kSmolLm3.spec(on);
+  EXPECT_EQ(spec.layer_types, (std::vector{kSliding, kFull, kFull, kSliding}));
+  EXPECT_EQ(spec.layers_without_rope, (std::vector<std::int64_t>{0, 3}));
+  kSmolLm3.expect_kept({nlohmann::json::object(), on, {{"no_rope_layers", {1, 0, 1, 1}}}});
+}
+
+// SmolLM3-3B with the keys as published that are not in the reference folder.
+TEST(SmolLm3Config, TheSizesOfThePublishedModelAreRead) {
+  nlohmann::json config = kSmolLm3.json();
+  for (const char* key : {"no_rope_layers", "layer_types", "tie_word_embeddings"})
+    config.erase(key);
+  config.update({{"bos_token_id", nullptr},
+                 {"eos_token_id", 128012},
+                 {"hidden_size", 2048},
+                 {"intermediate_size", 11008},
+                 {"num_attention_heads", 16},
+                 {"num_hidden_layers", 36},
+                 {"num_key_value_heads", 4},
+                 {"pad_token_id", 128004},
+                 {"pretraining_tp", 2},
+                 {"vocab_size", 128256}});
+  const ModelSpec spec = parse_spec(config.dump()).spec;
+  EXPECT_EQ(spec.layers_without_rope.size(), 9U);
+  EXPECT_EQ(total_numel(describe(spec).parameters), 3'075'098'624);
+}
+
+TEST(SmolLm3Config, WhatDoesNotFitTheLayersIsRefusedByName) {
+  kSmolLm3.expect_refused(
+      {{"no_rope_layers", {1, 0}, "no_rope_layers: found [1,0]"},
+       {"no_rope_layers", {1, 0, 2, 1}},
+       {"no_rope_layer_interval", 0},
+       {"layer_types", {"sliding_attention"}},
+       {"layer_types",
+        {"full_attention", "full_attention", "full_attention", "sliding_attention"},
+        "use_sliding_window: found false"}});
+}
+
+// The config.json of SmolLM2-135M as published, with the keys of its training run.
+TEST(LlamaConfig, SmolLm2AsPublishedIsRead) {
+  const ParsedSpec parsed = parse_spec(R"({
+    "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576,
+    "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+    "is_llama_config": true, "max_position_embeddings": 8192, "model_type": "llama",
+    "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null,
+    "rope_theta": 100000, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1", "use_cache": true, "vocab_size": 49152})");
+  EXPECT_EQ(parsed.spec.family, Family::kLlama);
+  EXPECT_EQ(parsed.spec.head_dim, 64);
+  EXPECT_EQ(parsed.spec.rope.theta, 1e5);
+  EXPECT_EQ(total_numel(describe(parsed.spec).parameters), 134515008);
+  EXPECT_TRUE(parsed.warnings.empty());
+}
+
 }  // namespace
 }  // namespace tessera::models::dense_config_test

@@ -146,7 +146,7 @@ TEST(Description, OfEachFamilyIsTheRecordedText) {
        {"deepseek-v2-fp32", "deepseek-v2-group-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",
         "llama4-text-fp32", "gemma4-fp32", "gpt-oss-fp32", "llama-fp32", "mistral-fp32",
         "qwen2-fp32", "qwen3-fp32", "qwen3-moe-fp32", "mixtral-fp32", "olmo2-fp32",
-        "gemma3-text-fp32", "gpt2-fp32", "granite-fp32"}) {
+        "gemma3-text-fp32", "gpt2-fp32", "granite-fp32", "smollm3-fp32"}) {
     const fs::path folder = fs::path(TESSERA_TEST_DATA) / name;
     const std::string text = text_of(spec_at(folder / "config.json"));
     std::stringstream recorded;

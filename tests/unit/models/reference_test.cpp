@@ -68,7 +68,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"mistral-fp32", 0.0009}, Case{"mistral-mixed", 0.0006},
                       Case{"olmo2-fp32", 0.0012}, Case{"olmo2-mixed", 0.0008},
                       Case{"gemma3-text-fp32", 0.0011}, Case{"gemma3-text-mixed", 0.0010},
-                      Case{"granite-fp32", 0.0001}, Case{"granite-mixed", 0.0001}));
+                      Case{"granite-fp32", 0.0001}, Case{"granite-mixed", 0.0001},
+                      Case{"smollm3-fp32", 0.0019}, Case{"smollm3-mixed", 0.0013}));
 
 // GPT-2 against transformers (tests/golden/data). Bounds: that data's README.
 

@@ -308,7 +308,8 @@ std::vector<MemoryCase> dense_cases() {
           {.name = "gemma3", .family = "gemma3-text", .compute = kBf16},
           {.name = "gemma3_tp", .family = "gemma3-text", .dims = {.tp = 2}, .mode = kSelective},
           {.name = "granite", .family = "granite", .compute = kBf16},
-          {.name = "granite_tp", .family = "granite", .dims = {.tp = 2}}};
+          {.name = "granite_tp", .family = "granite", .dims = {.tp = 2}},
+          {.name = "smollm3", .family = "smollm3", .dims = {.dp_shard = 2}}};
 }
 
 std::vector<MemoryCase> expert_cases() {

@@ -131,6 +131,7 @@ std::vector<Family> families() {
           {"mistral"},
           {"olmo2"},
           {"granite"},
+          {"smollm3"},
           {"gemma3-text"},
           {"gpt2"},
           {"qwen3-moe", true},
