@@ -39,7 +39,8 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
                   .all_kv_heads = spec.num_key_value_heads,
                   .norm_rounding = rounding_of(family),
                   .norm_factor = factor_of(family)};
-  if (spec.rope.partial_rotary_factor != 1.0) options.turned = Options::Turned::kFirstHalf;
+  if (spec.rope.partial_rotary_factor != 1.0) options.turned = spec.turned_dim();
+  if (family.fused_projections) options.projections = Options::Projections::kFused;
   if (family.qk_norm_over_heads) options.qk_norm = Options::QkNorm::kAllHeads;
   if (spec.query_pre_attn_scalar) options.scale = 1.0 / std::sqrt(*spec.query_pre_attn_scalar);
   if (spec.granite) options.scale = spec.granite->attention_multiplier;
@@ -110,9 +111,10 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
   } else {
     const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
     const auto gate = family.gelu_mlp ? nn::Gate::kGelu : nn::Gate::kSilu;
+    const auto first = family.fused_projections ? nn::GateAndUp::kFused : nn::GateAndUp::kApart;
     mlp_ = register_module(std::string(family.mlp_module),
                            std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
-                                                     bias, sizes.axes.tensor, gate));
+                                                     bias, sizes.axes.tensor, gate, first));
   }
   add_norms(spec, sizes.axes.tensor);
   if (spec.granite) addend_factor_ = spec.granite->residual_multiplier;

@@ -122,6 +122,8 @@ struct FamilyTraits {
   bool gelu_mlp = false;            ///< the MLP's gate is GELU's tanh form, not SiLU
   bool scaled_embedding = false;    ///< times sqrt(hidden_size), rounded to the embedding's dtype
   bool learned_positions = false;   ///< there are no others than max_position_embeddings
+  /// q, k and v are rows of one matrix (qkv_proj), gate and up of another (gate_up_proj).
+  bool fused_projections = false;
   bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made
 
   // What others ask of a spec (model_spec.h); null = what most families answer.

@@ -121,6 +121,13 @@ struct DecoderCache {
   std::int64_t length() const { return layers.front().length(); }  ///< positions so far
 };
 
+/// Whether a text of `positions` that has come to `length` needs a cache that is filled again: keys
+/// of a text that outgrows longest_short_row() turn by other frequencies.
+inline bool outgrows(const ModelSpec& spec, std::int64_t length, std::int64_t positions) {
+  const auto longest_short = nn::longest_short_row(spec.rope);
+  return longest_short && length > 0 && length <= *longest_short && positions > *longest_short;
+}
+
 /// Of a model that writes text, token by token.
 class WritesText {
  public:
@@ -131,8 +138,8 @@ class WritesText {
   /// input_ids [B, T] that follow the positions in the cache, which they join -> logits [B, V] of
   /// the last one. No gradient, nothing gathered: the modules are called past any handle. The first
   /// call of a cache gives the bits of forward's hidden states; later ones differ from it by the
-  /// order of additions. Errors: kUsage for more positions than the cache has room for, or, in the
-  /// first call, for a parameter that is neither plain nor frozen and whole on every rank.
+  /// order of additions. Errors: kUsage for more positions than the cache has room for, for those
+  /// with which the text outgrows() its cache, or, in the first call, for a parameter that is neither plain nor frozen and whole on every rank.
   virtual at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache) = 0;
   /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.
   virtual at::Tensor next_logits(const at::Tensor& input_ids) = 0;

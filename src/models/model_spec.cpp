@@ -297,6 +297,10 @@ void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
     check_divides(kTp, tp, "the inner size of shared experts", spec.moe->shared_intermediate_size);
   }
   for (const std::int64_t heads : key_value_heads(spec)) check_heads(heads, tp);
+  // Ranks that share a key head would hold different gradients of parts of one matrix.
+  if (traits(spec.family).fused_projections) {
+    check_divides(kTp, tp, "num_key_value_heads", spec.num_key_value_heads);
+  }
 }
 
 }  // namespace tessera::models

@@ -84,6 +84,10 @@ struct ModelSpec {
   bool has_rope(std::int64_t layer) const {
     return std::ranges::find(layers_without_rope, layer) == layers_without_rope.end();
   }
+  /// The first elements of a head that rope turns, where it is not the whole one.
+  std::int64_t turned_dim() const {
+    return static_cast<std::int64_t>(static_cast<double>(head_dim) * rope.partial_rotary_factor);
+  }
   std::int64_t q_size() const { return num_attention_heads * head_dim; }
   std::int64_t kv_size() const { return num_key_value_heads * head_dim; }
   /// Multiplications of a query with a key and of their weight with a value.

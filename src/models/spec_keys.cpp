@@ -15,13 +15,17 @@ constexpr NumberRange kFactor{1.0, 1e9};
 constexpr NumberRange kFrequencyFactor{1e-6, 1e9};
 constexpr NumberRange kScaleRange{0.0, 1e3};
 
-nn::RopeType rope_type(ConfigReader& keys, const std::string& path) {
+nn::RopeType rope_type(ConfigReader& keys, const std::string& path, const RopeAround& around) {
   const auto type = keys.word("type");
   const auto name = keys.word("rope_type");
   if (type && name && *type != *name)
     keys.refuse("type", concat("the same as ", path, "rope_type"));
   const std::string word = name ? *name : type.value_or("default");
   if (word == "default") return nn::RopeType::kDefault;
+  if (around.long_rope_of_head) {
+    if (word == "longrope" || word == "su" || word == "yarn") return nn::RopeType::kLongRope;
+    keys.refuse(name ? "rope_type" : "type", "\"default\" or \"longrope\"");
+  }
   if (word == "llama3") return nn::RopeType::kLlama3;
   if (word == "yarn") return nn::RopeType::kYarn;
   if (word == "linear") return nn::RopeType::kLinear;
@@ -80,6 +84,38 @@ void read_yarn(ConfigReader& keys, const RopeAround& around, nn::RopeOptions& ro
   yarn.truncate = keys.boolean("truncate").value_or(yarn.truncate);
 }
 
+std::vector<double> pair_factors(ConfigReader& keys, std::string_view key, std::int64_t pairs) {
+  const nlohmann::json* list = keys.take(key);
+  const bool are_factors =
+      list != nullptr && list->is_array() && std::cmp_equal(list->size(), pairs) &&
+      std::ranges::all_of(*list, [](const nlohmann::json& each) {
+        return each.is_number() && each.get<double>() >= kFrequencyFactor.min &&
+               each.get<double>() <= kFrequencyFactor.max;
+      });
+  if (!are_factors) {
+    keys.refuse(key, concat("a list of ", pairs, " numbers from ", kFrequencyFactor.min, " to ",
+                            kFrequencyFactor.max, ", one of each pair that turns"));
+  }
+  return list->get<std::vector<double>>();
+}
+
+/// As transformers: without a factor it is how far the positions go beyond the original ones.
+void read_long_rope(ConfigReader& keys, const RopeAround& around, nn::RopeOptions& rope) {
+  rope.original_max_position_embeddings = original_length(keys, around);
+  if (rope.original_max_position_embeddings < 2) {
+    keys.refuse("original_max_position_embeddings", "at least 2, as longrope takes its logarithm");
+  }
+  rope.factor = keys.number("factor", kFactor)
+                    .value_or(static_cast<double>(around.max_position_embeddings) /
+                              static_cast<double>(rope.original_max_position_embeddings));
+  const auto turned = static_cast<std::int64_t>(static_cast<double>(*around.long_rope_of_head) *
+                                                rope.partial_rotary_factor);
+  rope.long_rope = nn::LongRopeOptions{pair_factors(keys, "short_factor", turned / 2),
+                                       pair_factors(keys, "long_factor", turned / 2),
+                                       keys.number("attention_factor", kScaleRange)};
+  if (rope.long_rope->attention_factor == 0.0) keys.refuse("attention_factor", "a number above 0");
+}
+
 const char* name_of(nn::RopeType type) {
   switch (type) {
     case nn::RopeType::kDefault:
@@ -92,6 +128,8 @@ const char* name_of(nn::RopeType type) {
       return "yarn";
     case nn::RopeType::kLinear:
       return "linear";
+    case nn::RopeType::kLongRope:
+      return "longrope";
   }
   TESSERA_INVARIANT(false, "a kind of rope without a name");
 }
@@ -112,6 +150,11 @@ std::vector<std::pair<const char*, nlohmann::json>> meant_by(const nn::RopeOptio
     values.emplace_back("truncate", rope.yarn.truncate);
     values.emplace_back("attention_factor", table_factor(rope));  // what mscale gives without it
     values.emplace_back("mscale_all_dim", softmax_factor(rope));
+  }
+  if (rope.type == nn::RopeType::kLongRope) {
+    values.emplace_back("short_factor", rope.long_rope->short_factor);
+    values.emplace_back("long_factor", rope.long_rope->long_factor);
+    values.emplace_back("attention_factor", table_factor(rope));
   }
   values.emplace_back("original_max_position_embeddings", rope.original_max_position_embeddings);
   return values;
@@ -286,7 +329,7 @@ nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string
                                  const RopeAround& around, LeftKeys& left) {
   ConfigReader keys(record, path);
   nn::RopeOptions rope;
-  rope.type = rope_type(keys, path);
+  rope.type = rope_type(keys, path, around);
   rope.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
   if (around.partial_rotary_factor) {
     rope.partial_rotary_factor =
@@ -297,6 +340,7 @@ nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string
   if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, around, rope);
   if (rope.type == nn::RopeType::kYarn) read_yarn(keys, around, rope);
   if (rope.type == nn::RopeType::kLinear) rope.factor = needed(keys, "factor", kFactor, "linear");
+  if (rope.type == nn::RopeType::kLongRope) read_long_rope(keys, around, rope);
   settle_left_rope_keys(keys, left);
   return rope;
 }
@@ -331,7 +375,8 @@ namespace {
 /// Values outside of the records, which replace those of the family.
 RopeAround beside_records(ConfigReader& keys, RopeAround around) {
   around.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
-  around.original_max_position_embeddings = keys.integer("original_max_position_embeddings", kSize);
+  const auto original = keys.integer("original_max_position_embeddings", kSize);
+  if (original) around.original_max_position_embeddings = original;
   if (around.partial_rotary_factor) {
     const auto part = keys.number("partial_rotary_factor", {0.0, 1.0});
     if (part) around.partial_rotary_factor = part;
@@ -375,12 +420,19 @@ Json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key) {
             {"original_max_position_embeddings", rope.original_max_position_embeddings},
             {key, "llama3"}};
   }
-  TESSERA_INVARIANT(rope.type == nn::RopeType::kYarn,
-                    "a kind of rope that this record does not have");
   Json json;
   const auto add = [&](const char* name, const std::optional<double>& value) {
     if (value) json[name] = *value;
   };
+  if (rope.type == nn::RopeType::kLongRope) {
+    add("attention_factor", rope.long_rope->attention_factor);
+    json["long_factor"] = rope.long_rope->long_factor;
+    json["short_factor"] = rope.long_rope->short_factor;
+    json[key] = "longrope";
+    return json;
+  }
+  TESSERA_INVARIANT(rope.type == nn::RopeType::kYarn,
+                    "a kind of rope that this record does not have");
   add("attention_factor", rope.yarn.attention_factor);
   json["beta_fast"] = rope.yarn.beta_fast;
   json["beta_slow"] = rope.yarn.beta_slow;

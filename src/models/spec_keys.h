@@ -122,6 +122,7 @@ KeyRow size(std::string_view key, std::int64_t Part::* member, const IntRange& r
   return result;
 }
 
+inline constexpr const char* kNoBiases = "projections of this family have no bias";
 /// A key that may have one value alone; `why` says what another would mean.
 KeyRow only(std::string_view key, const nlohmann::json& value, std::string_view why);
 /// The same, and it is written.
@@ -200,6 +201,9 @@ struct RopeAround {
   std::optional<std::int64_t> original_max_position_embeddings = std::nullopt;
   /// The rotary share of a head; none where the family always has the whole head.
   std::optional<double> partial_rotary_factor = std::nullopt;
+  /// Of a family whose records are of kind "longrope" (also as "su" or "yarn", its older names), or
+  /// default: the elements of a head; none in others.
+  std::optional<std::int64_t> long_rope_of_head = std::nullopt;
 };
 
 /// Reads rope_parameters, or rope_scaling with rope_theta, or both where they agree. A record names

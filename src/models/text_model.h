@@ -44,6 +44,13 @@ class TextModel : public LanguageModel, public WritesText {
       prompt.input_ids = input_ids;
       check_own_values(prompt);
     }
+    const std::int64_t end = cache.length() + input_ids.size(1);
+    TESSERA_CHECK(
+        !outgrows(spec_, cache.length(), end), ErrorKind::kUsage,
+        "key-value cache: found a text of ", end, " positions in the cache of one of ",
+        cache.length(),
+        ", whose keys turn by the frequencies of short rows; decode the whole text into a "
+        "new cache");
     TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
     at::Tensor x = embedded_text(input_ids, cache.length());
     for (std::size_t i = 0; i < layers_.size(); ++i) {

@@ -74,13 +74,32 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
 
 Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope)
     : options_(options), rope_(std::move(rope)) {
-  std::tie(q_proj_, k_proj_, v_proj_, o_proj_) =
-      add_projections(*this, options, options.output_bias.value_or(options.bias));
+  if (options.projections == AttentionOptions::Projections::kFused) {
+    add_fused_projections();
+  } else {
+    std::tie(q_proj_, k_proj_, v_proj_, o_proj_) =
+        add_projections(*this, options, options.output_bias.value_or(options.bias));
+  }
   add_norms();
   if (options.sinks == AttentionOptions::Sinks::kYes) {
     sinks_ = add_parameter("sinks", {options.heads},
                            bias_of_layer(options.region.column(), InitKind::kNormal));
   }
+}
+
+void Attention::add_fused_projections() {
+  const TensorRegion& region = options_.region;
+  const std::int64_t q_size = options_.heads * options_.head_dim;
+  const std::int64_t kv_size = options_.kv_heads * options_.head_dim;
+  const std::int64_t ranks = region.size();
+  qkv_proj_ = register_module(
+      "qkv_proj", std::make_shared<Linear>(
+                      options_.hidden_size, q_size + 2 * kv_size, options_.bias,
+                      side_by_side(region, {ranks * q_size, ranks * kv_size, ranks * kv_size})));
+  o_proj_ = register_module(
+      "o_proj",
+      std::make_shared<Linear>(q_size, options_.hidden_size,
+                               options_.output_bias.value_or(options_.bias), row_parallel(region)));
 }
 
 void Attention::add_norms() {
@@ -103,15 +122,21 @@ double Attention::scale() const {
   return options_.scale.value_or(1.0 / std::sqrt(static_cast<double>(options_.head_dim)));
 }
 
+std::array<at::Tensor, 3> Attention::products(const at::Tensor& x) const {
+  if (!qkv_proj_) return {q_proj_->forward(x), k_proj_->forward(x), v_proj_->forward(x)};
+  const std::int64_t kv_size = options_.kv_heads * options_.head_dim;
+  const auto parts = qkv_proj_->forward(x).split_with_sizes(
+      {options_.heads * options_.head_dim, kv_size, kv_size}, -1);
+  return {parts[0], parts[1], parts[2].contiguous()};
+}
+
 Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table) {
   const bool of_all = options_.qk_norm == AttentionOptions::QkNorm::kAllHeads;
   const auto paired = [&](const at::Tensor& tensor, std::int64_t heads) {
-    return options_.turned == AttentionOptions::Turned::kAll ? tensor
-                                                             : pairs_of_half(tensor, heads);
+    return options_.turned ? pairs_of_part(tensor, heads, *options_.turned) : tensor;
   };
-  const auto heads_of = [&](Linear& projection, const std::shared_ptr<RmsNorm>& norm,
+  const auto heads_of = [&](at::Tensor heads, const std::shared_ptr<RmsNorm>& norm,
                             const HeadLayout& layout) {
-    at::Tensor heads = projection.forward(x);
     if (of_all) heads = norm->forward_shared(heads, options_.region.axis());
     const bool of_each = norm && !of_all;
     return rope_heads(
@@ -121,9 +146,10 @@ Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table)
   };
   const HeadLayout queries{.heads = options_.heads, .repeat = options_.heads / options_.kv_heads};
   const HeadLayout keys{.heads = options_.kv_heads};
-  at::Tensor q = heads_of(*q_proj_, q_norm_, queries);
-  at::Tensor k = heads_of(*k_proj_, k_norm_, keys);
-  return {std::move(q), std::move(k), v_proj_->forward(x)};
+  auto [query, key, value] = products(x);
+  at::Tensor q = heads_of(std::move(query), q_norm_, queries);
+  at::Tensor k = heads_of(std::move(key), k_norm_, keys);
+  return {std::move(q), std::move(k), std::move(value)};
 }
 
 bool Attention::is_plain(std::int64_t positions) const {
@@ -135,8 +161,7 @@ at::Tensor Attention::forward(const at::Tensor& x, const Documents& documents) {
   const auto mixed = [this](const Tensors& in) {
     const at::Tensor& all = in[0];
     const Documents of_rows{in[1]};
-    const RopeTable table = rope_->table(all.size(1), all.scalar_type(), all.device());
-    return attend(project(all, table_of(of_rows, table)), of_rows);
+    return attend(project(all, table_of(of_rows, *rope_, all)), of_rows);
   };
   const Tensors entered{options_.region.enter(x), documents.starts};
   if (options_.qk_norm == AttentionOptions::QkNorm::kAllHeads && options_.region.size() > 1) {

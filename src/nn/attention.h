@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -87,12 +88,14 @@ struct AttentionOptions {
   double norm_eps = 0.0;
   enum class Sinks : std::uint8_t { kNo, kYes } sinks = Sinks::kNo;  ///< one a head, learned
   std::optional<std::int64_t> window = std::nullopt;  ///< as windowed_attention has it
-  enum class Turned : std::uint8_t { kAll, kFirstHalf } turned = Turned::kAll;  ///< of a head
+  std::optional<std::int64_t> turned = std::nullopt;  ///< the first elements of a head; none = all
   TensorRegion region = {};
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
   NormRounding norm_rounding = NormRounding::kBeforeWeight;  ///< of the q/k norm, as its factor
   NormFactor norm_factor = NormFactor::kWeight;
   std::optional<double> scale = std::nullopt;  ///< of scores; none = 1 / sqrt(head_dim)
+  /// q, k and v are rows of one matrix, "qkv_proj"; the ranks divide the key and value heads then.
+  enum class Projections : std::uint8_t { kApart, kFused } projections = Projections::kApart;
 };
 
 class Attention : public SelfAttention {
@@ -108,7 +111,10 @@ class Attention : public SelfAttention {
     at::Tensor q, k;  ///< as causal_attention takes them
     at::Tensor v;
   };
+  void add_fused_projections();
   void add_norms();
+  /// Queries, keys and values of x, [B, T, heads * D] each.
+  std::array<at::Tensor, 3> products(const at::Tensor& x) const;
   Heads project(const at::Tensor& x, const RopeTable& table);
   /// Neither sinks nor keys beyond the window.
   bool is_plain(std::int64_t positions) const;
@@ -117,7 +123,9 @@ class Attention : public SelfAttention {
 
   AttentionOptions options_;
   std::shared_ptr<Rope> rope_;
-  std::shared_ptr<Linear> q_proj_, k_proj_, v_proj_, o_proj_;
+  std::shared_ptr<Linear> q_proj_, k_proj_, v_proj_;  ///< null where they are one
+  std::shared_ptr<Linear> qkv_proj_;                  ///< null where they are apart
+  std::shared_ptr<Linear> o_proj_;
   std::shared_ptr<RmsNorm> q_norm_, k_norm_;  ///< null without q/k norm
   at::Tensor sinks_;                          ///< [heads], or undefined
 };

@@ -43,7 +43,8 @@ auto add_projections(torch::nn::Module& layer, const Options& options, Bias outp
 /// as many as these need: of a cache's capacity it is made once, not at every position.
 inline RopeTable turns_from(Rope& rope, std::int64_t begin, std::int64_t most, const at::Tensor& x,
                             at::ScalarType dtype) {
-  const RopeTable all = rope.table(std::max(most, begin + x.size(1)), dtype, x.device());
+  const std::int64_t end = begin + x.size(1);
+  const RopeTable all = rope.table(std::max(most, end), end, dtype, x.device());
   return {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))};
 }
 

@@ -4,7 +4,9 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/cummin.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <tuple>
 
@@ -14,6 +16,15 @@ namespace tessera::nn {
 namespace {
 
 at::Tensor positions_of(const at::Tensor& like) { return at::arange(like.size(1), like.options()); }
+
+/// Rows of a table, by their numbers [B, T].
+RopeTable picked(const RopeTable& table, const at::Tensor& rows) {
+  const at::Tensor flat = rows.reshape({rows.numel()});
+  const auto of = [&](const at::Tensor& all) {
+    return all.index_select(0, flat).view({rows.size(0), rows.size(1), all.size(1)});
+  };
+  return {of(table.cos), of(table.sin)};
+}
 
 }  // namespace
 
@@ -39,12 +50,24 @@ void check_documents(const at::Tensor& starts, const at::Tensor& input_ids) {
 
 RopeTable table_of(const Documents& documents, const RopeTable& whole) {
   if (!documents.are_packed()) return whole;
+  return picked(whole, positions_of(documents.starts) - documents.starts);
+}
+
+RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x) {
+  const std::int64_t positions = x.size(1);
+  const RopeTable whole = rope.table(positions, x.scalar_type(), x.device());
+  const auto longest_short = longest_short_row(rope.options());
+  if (!documents.are_packed() || positions <= longest_short.value_or(positions)) {
+    return table_of(documents, whole);
+  }
+  // The table of short rows first, behind it that of long ones.
+  const RopeTable brief = rope.table(*longest_short, x.scalar_type(), x.device());
+  const RopeTable both{at::cat({brief.cos, whole.cos}), at::cat({brief.sin, whole.sin})};
   const at::Tensor& starts = documents.starts;
-  const at::Tensor own = (positions_of(starts) - starts).reshape({starts.numel()});
-  const auto picked = [&](const at::Tensor& table) {
-    return table.index_select(0, own).view({starts.size(0), starts.size(1), table.size(1)});
-  };
-  return {picked(whole.cos), picked(whole.sin)};
+  const at::Tensor lengths =
+      at::zeros_like(starts).scatter_add(1, starts, at::ones_like(starts)).gather(1, starts);
+  const at::Tensor own = positions_of(starts) - starts;
+  return picked(both, at::where(lengths > *longest_short, own + *longest_short, own));
 }
 
 at::Tensor ends_of_runs(const at::Tensor& flags, const Documents& documents) {

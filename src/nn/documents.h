@@ -39,6 +39,10 @@ void check_documents(const at::Tensor& starts, const at::Tensor& input_ids);
 /// `whole` is of positions 0..T-1.
 RopeTable table_of(const Documents& documents, const RopeTable& whole);
 
+/// The same for x [B, T, .] of a rope under which rows of different lengths turn differently: each
+/// document as a row of its own.
+RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x);
+
 /// One behind the last key that a position sees, [B, T] i64: its own, or where flags [B, T] bool say
 /// so the last of the run of them that it belongs to, within its document.
 at::Tensor ends_of_runs(const at::Tensor& flags, const Documents& documents);

@@ -5,6 +5,8 @@
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+#include <iterator>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -116,6 +118,16 @@ LinearPlacement column_parallel(const TensorRegion& region) {
   return {region.column(), region.column(), region.inside(), region.column()};
 }
 
+LinearPlacement side_by_side(const TensorRegion& region, const std::vector<std::int64_t>& outputs) {
+  const ParameterLayout rows = region.sections(outputs);
+  LinearPlacement placement{rows, rows, region.inside(), rows};
+  // Optimizers of matrices know equal shares alone: others are one matrix to them.
+  if (std::ranges::count(outputs, outputs.front()) == std::ssize(outputs)) {
+    placement.fused = {.count = static_cast<int>(outputs.size()), .dim = 0};
+  }
+  return placement;
+}
+
 // An adapter's first product is an addend then; the second is linear in it, so it stays one.
 LinearPlacement row_parallel(const TensorRegion& region) {
   return {region.row(), region.inside(), region.row(), region.inside(), region.rank()};
@@ -132,7 +144,8 @@ LinearPlacement by_heads(const TensorRegion& region, std::int64_t heads) {
 Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias,
                LinearPlacement placement)
     : placement_(std::move(placement)) {
-  weight = add_parameter("weight", {out_features, in_features}, {.layout = placement_.weight});
+  weight = add_parameter("weight", {out_features, in_features},
+                         {.layout = placement_.weight, .fused = placement_.fused});
   if (with_bias == Bias::kYes) {
     bias = add_parameter("bias", {out_features}, bias_of_layer(placement_.bias));
   }
@@ -185,9 +198,10 @@ void Linear::add_adapter(const LoraOptions& options) {
   lora_a_ =
       register_module("lora_A", std::make_shared<Linear>(weight.size(1), options.rank, Bias::kNo,
                                                          LinearPlacement{placement_.lora_a}));
-  lora_b_ =
-      register_module("lora_B", std::make_shared<Linear>(options.rank, weight.size(0), Bias::kNo,
-                                                         LinearPlacement{placement_.lora_b}));
+  lora_b_ = register_module(
+      "lora_B", std::make_shared<Linear>(
+                    options.rank, weight.size(0), Bias::kNo,
+                    LinearPlacement{.weight = placement_.lora_b, .fused = placement_.fused}));
   // As peft's kaiming_uniform with a = sqrt(5); at first the layer is what it was.
   lora_a_->begin_with("weight", InitKind::kUniform);
   lora_b_->begin_with("weight", InitKind::kZeros);

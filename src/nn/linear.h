@@ -73,9 +73,12 @@ struct LinearPlacement {
   ParameterLayout lora_a = {};
   ParameterLayout lora_b = {};
   int input_part = 0;  ///< which of the equal parts of its inputs a rank has; 0: or all of them
+  layout::FusedMatrices fused = {};  ///< of the weight, and of an adapter's second factor
 };
 LinearPlacement column_parallel(const TensorRegion& region);  ///< x Replicate -> a part of y
-LinearPlacement row_parallel(const TensorRegion& region);     ///< a part of x -> an addend of y
+/// As column_parallel, of several products in one, with so many outputs of all ranks each.
+LinearPlacement side_by_side(const TensorRegion& region, const std::vector<std::int64_t>& outputs);
+LinearPlacement row_parallel(const TensorRegion& region);  ///< a part of x -> an addend of y
 /// x and y Replicate, gradients Partial: what is small, or has no dim to cut.
 LinearPlacement inside(const TensorRegion& region);
 /// As column_parallel, by heads that may be fewer than the ranks.

@@ -3,6 +3,8 @@
 #include <ATen/ops/gelu.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <utility>
+
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
@@ -74,14 +76,21 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
 }
 
 Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
-         const TensorRegion& region, Gate gate)
+         const TensorRegion& region, Gate gate, GateAndUp first)
     : region_(region), gate_(gate) {
-  const auto first = [&](const char* name) {
-    return register_module(name, std::make_shared<Linear>(hidden_size, intermediate_size, bias,
-                                                          column_parallel(region)));
+  const auto add = [&](const char* name, std::int64_t out, LinearPlacement placement) {
+    return register_module(name,
+                           std::make_shared<Linear>(hidden_size, out, bias, std::move(placement)));
   };
-  gate_proj_ = first("gate_proj");
-  up_proj_ = first("up_proj");
+  if (first == GateAndUp::kFused) {
+    TESSERA_INVARIANT(gate == Gate::kSilu, "gate and up in one with another gate than SiLU");
+    const std::int64_t whole = region.size() * intermediate_size;
+    gate_up_proj_ =
+        add("gate_up_proj", 2 * intermediate_size, side_by_side(region, {whole, whole}));
+  } else {
+    gate_proj_ = add("gate_proj", intermediate_size, column_parallel(region));
+    up_proj_ = add("up_proj", intermediate_size, column_parallel(region));
+  }
   down_proj_ = register_module("down_proj", std::make_shared<Linear>(intermediate_size, hidden_size,
                                                                      bias, row_parallel(region)));
 }
@@ -98,6 +107,7 @@ at::Tensor Mlp::addend(const at::Tensor& x) {
 }
 
 at::Tensor Mlp::inner(const at::Tensor& x) {
+  if (gate_up_proj_) return swiglu_halves(gate_up_proj_->forward(x));
   const at::Tensor gate = gate_proj_->forward(x);
   const at::Tensor up = up_proj_->forward(x);
   return gate_ == Gate::kSilu ? swiglu(gate, up) : geglu(gate, up);

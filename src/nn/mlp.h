@@ -20,12 +20,15 @@ namespace tessera::nn {
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
 enum class Gate : std::uint8_t { kSilu, kGelu };
+/// Whether gate and up are two matrices or rows of one, "gate_up_proj".
+enum class GateAndUp : std::uint8_t { kApart, kFused };
 
 class Mlp : public torch::nn::Module {
  public:
-  /// `intermediate_size` of this rank.
+  /// `intermediate_size` of this rank. Fused: the gate is SiLU.
   Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias = Bias::kNo,
-      const TensorRegion& region = {}, Gate gate = Gate::kSilu);
+      const TensorRegion& region = {}, Gate gate = Gate::kSilu,
+      GateAndUp first = GateAndUp::kApart);
   /// x [..., hidden] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
   /// x inside the region, on all ranks the same -> an addend of every rank, not yet summed. No bias
@@ -37,7 +40,9 @@ class Mlp : public torch::nn::Module {
 
   TensorRegion region_;
   Gate gate_;
-  std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
+  std::shared_ptr<Linear> gate_proj_, up_proj_;  ///< null where they are one
+  std::shared_ptr<Linear> gate_up_proj_;         ///< null where they are apart
+  std::shared_ptr<Linear> down_proj_;
 };
 
 /// gelu_tanh(gate) * up, elementwise.

@@ -3,6 +3,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
@@ -11,7 +12,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numbers>
+#include <vector>
 
 #include "base/first_derivative.h"
 #include "comm/host_read.h"
@@ -108,6 +111,18 @@ at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeOptions& option
   return at::where(wavelength < context / options.high_freq_factor, plain, longer);
 }
 
+at::Tensor long_rope_frequencies(const at::Tensor& powers, const RopeOptions& options,
+                                 std::int64_t positions) {
+  const LongRopeOptions& factors = *options.long_rope;
+  const bool is_long = positions > options.original_max_position_embeddings;
+  const std::vector<double>& of_pairs = is_long ? factors.long_factor : factors.short_factor;
+  TESSERA_INVARIANT(std::ssize(of_pairs) == powers.size(0), "a factor of every pair");
+  // Made by operations: a dry step has no memory that values could be written into.
+  std::vector<at::Tensor> each;
+  for (const double factor : of_pairs) each.push_back(at::full({1}, factor, at::kFloat));
+  return (at::cat(each) * powers).reciprocal();
+}
+
 /// How many elements of a head, from the first, are those of the frequencies: all for kProportional.
 std::int64_t turned_dim(const RopeOptions& options, std::int64_t head_dim) {
   if (options.type == RopeType::kProportional) return head_dim;
@@ -125,13 +140,15 @@ at::Tensor scaled(const at::Tensor& x, const RopeOptions& options, std::int64_t 
 
 }  // namespace
 
-at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim) {
+at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim,
+                               std::int64_t positions) {
   const std::int64_t turned = turned_dim(options, head_dim);
   if (turned != head_dim) {
     // What does not turn has the angle 0.
     RopeOptions whole = options;
     whole.partial_rotary_factor = 1.0;
-    return at::constant_pad_nd(inverse_frequencies(whole, turned), {0, (head_dim - turned) / 2});
+    return at::constant_pad_nd(inverse_frequencies(whole, turned, positions),
+                               {0, (head_dim - turned) / 2});
   }
   const auto dim = static_cast<double>(head_dim);
   const at::Tensor exponents = at::arange(0, head_dim, 2, at::kFloat) / dim;
@@ -147,6 +164,8 @@ at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim
       return yarn_frequencies(powers, options, head_dim);
     case RopeType::kLinear:
       return powers.reciprocal() / options.factor;
+    case RopeType::kLongRope:
+      return long_rope_frequencies(powers, options, positions);
   }
   TESSERA_INVARIANT(false, "a kind of rope that has no frequencies");
 }
@@ -154,12 +173,17 @@ at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim
 Rope::Rope(const RopeOptions& options, std::int64_t head_dim)
     : options_(options), head_dim_(head_dim) {}
 
-RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device device) {
+RopeTable Rope::table(std::int64_t positions, std::int64_t length, at::ScalarType dtype,
+                      at::Device device) {
+  const bool is_long = length > longest_short_row(options_).value_or(length);
+  Tables& tables = is_long ? long_ : short_;
   const std::int64_t place = (static_cast<std::int64_t>(device.type()) << 16) + device.index();
-  RopeTable& kept = tables_[{dtype, place}];
+  RopeTable& kept = tables.by_place[{dtype, place}];
   if (!kept.cos.defined() || kept.cos.size(0) < positions) {
-    if (!frequencies_.defined()) frequencies_ = inverse_frequencies(options_, head_dim_);
-    const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
+    if (!tables.frequencies.defined()) {
+      tables.frequencies = inverse_frequencies(options_, head_dim_, length);
+    }
+    const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), tables.frequencies);
     const auto finished = [&](const at::Tensor& x) {
       return comm::uploaded(scaled(x, options_, head_dim_).to(dtype), device);
     };
@@ -168,10 +192,13 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
   return {kept.cos.narrow(0, 0, positions), kept.sin.narrow(0, 0, positions)};
 }
 
-at::Tensor pairs_of_half(const at::Tensor& x, std::int64_t heads) {
+at::Tensor pairs_of_part(const at::Tensor& x, std::int64_t heads, std::int64_t turned) {
   // An order of what is there, of a norm whose weights may be wider than their layer, too.
   const WideScope own_dtype;
-  return x.unflatten(-1, {heads, 2, 2, -1}).transpose(-2, -3).flatten(-4);
+  const at::Tensor by_head = x.unflatten(-1, {heads, -1});
+  const std::int64_t half = turned / 2, rest = (by_head.size(-1) - turned) / 2;
+  const auto parts = by_head.split_with_sizes({half, half, rest, rest}, -1);
+  return at::cat({parts[0], parts[2], parts[1], parts[3]}, -1).flatten(-2);
 }
 
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,

@@ -1,6 +1,6 @@
 // Rotary position embedding over pairs (x[i], x[i + D/2]), or over neighbours (x[2i], x[2i + 1]),
-// with the `linear`, `llama3` and `yarn` stretching of frequencies and the `proportional` kind that
-// turns only the first pairs; and in two dimensions for images.
+// with the `linear`, `llama3`, `yarn` and `longrope` stretching of frequencies and the `proportional`
+// kind that turns only the first pairs; and in two dimensions for images.
 //
 // Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
 // dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. In two
@@ -21,8 +21,9 @@
 
 namespace tessera::nn {
 
-/// fp32 [D/2].
-at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim);
+/// fp32 [D/2], of a row of `positions`, which longrope alone asks for.
+at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim,
+                               std::int64_t positions = 0);
 
 /// cos and sin [T, D/2] of positions 0..T-1, or [B, T, D/2] of each row's own (documents.h).
 struct RopeTable {
@@ -36,13 +37,22 @@ class Rope {
  public:
   /// Of a head, or of a part of one, with so many elements that turn.
   Rope(const RopeOptions& options, std::int64_t head_dim);
-  RopeTable table(std::int64_t positions, at::ScalarType dtype, at::Device device);
+  RopeTable table(std::int64_t positions, at::ScalarType dtype, at::Device device) {
+    return table(positions, positions, dtype, device);
+  }
+  /// The same of the first `positions` of a row of `length`, or of a text that has come so far.
+  RopeTable table(std::int64_t positions, std::int64_t length, at::ScalarType dtype,
+                  at::Device device);
+  const RopeOptions& options() const { return options_; }
 
  private:
+  struct Tables {
+    at::Tensor frequencies;  // made with the first one: a model that is only described needs none
+    std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> by_place;
+  };
   RopeOptions options_;
   std::int64_t head_dim_;
-  at::Tensor frequencies_;  // made with the first table: a model that is only described needs none
-  std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> tables_;
+  Tables short_, long_;  // the second where rows differ (longest_short_row)
 };
 
 /// The norm of each head in front of rope (Qwen3), if the weight is defined.
@@ -63,10 +73,11 @@ struct HeadLayout {
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table);
 
-/// For a rope that turns the first half of a head, in pairs (x[i], x[i + D/4]): x [..., H*D] in the
-/// order in which rope_heads pairs (a[i], a[i + D/2]) those, and the rest with angle 0. Queries and
-/// keys in the same order have the same products; a norm's weight goes along (H = 1).
-at::Tensor pairs_of_half(const at::Tensor& x, std::int64_t heads);
+/// For a rope that turns the first `turned` elements of a head, R, in pairs (x[i], x[i + R/2]): x
+/// [..., H*D] in the order in which rope_heads pairs (a[i], a[i + D/2]) those, and the rest with
+/// angle 0. Queries and keys in the same order have the same products; a norm's weight goes along
+/// (H = 1).
+at::Tensor pairs_of_part(const at::Tensor& x, std::int64_t heads, std::int64_t turned);
 
 /// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
 /// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.

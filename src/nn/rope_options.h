@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace tessera::nn {
 
@@ -19,6 +20,9 @@ enum class RopeType : std::uint8_t {
   /// not where more than `beta_fast` times, blends between, linearly over the pairs' numbers.
   kYarn,
   kLinear,  ///< slows every pair by `factor`
+  /// Slows each pair by a factor of its own, another one in rows longer than the original context
+  /// (Ding et al., "LongRoPE", arXiv 2402.13753).
+  kLongRope,
 };
 
 /// What yarn needs beside factor and original_max_position_embeddings.
@@ -32,6 +36,14 @@ struct YarnOptions {
   bool operator==(const YarnOptions&) const = default;
 };
 
+/// Of each pair that turns.
+struct LongRopeOptions {
+  std::vector<double> short_factor;  ///< of rows that the original context holds
+  std::vector<double> long_factor;
+  std::optional<double> attention_factor = std::nullopt;
+  bool operator==(const LongRopeOptions&) const = default;
+};
+
 /// The frequency factors are used by kLlama3 only. The partial one says how much of a head turns: of
 /// kProportional by the frequencies of the whole head, else by those of a head of that part's size.
 struct RopeOptions {
@@ -42,7 +54,8 @@ struct RopeOptions {
   double high_freq_factor = 1.0;
   std::int64_t original_max_position_embeddings = 0;
   double partial_rotary_factor = 1.0;
-  YarnOptions yarn = {};  ///< of kYarn only
+  YarnOptions yarn = {};                                    ///< of kYarn only
+  std::optional<LongRopeOptions> long_rope = std::nullopt;  ///< of kLongRope, and of no other
   bool operator==(const RopeOptions&) const = default;
 };
 
@@ -51,8 +64,21 @@ inline double yarn_growth(double factor, double m) {
   return factor <= 1.0 ? 1.0 : 0.1 * m * std::log(factor) + 1.0;
 }
 
-/// What cos and sin are multiplied by, in fp32 before they are rounded: 1 but for yarn.
+/// The most positions of a row that has the frequencies of a short one; none where all rows have
+/// the same.
+inline std::optional<std::int64_t> longest_short_row(const RopeOptions& rope) {
+  if (rope.type != RopeType::kLongRope) return std::nullopt;
+  return rope.original_max_position_embeddings;
+}
+
+/// What cos and sin are multiplied by, in fp32 before they are rounded: 1 but for yarn and longrope.
 inline double table_factor(const RopeOptions& rope) {
+  if (rope.type == RopeType::kLongRope) {
+    if (rope.long_rope->attention_factor) return *rope.long_rope->attention_factor;
+    if (rope.factor <= 1.0) return 1.0;
+    const auto context = static_cast<double>(rope.original_max_position_embeddings);
+    return std::sqrt(1.0 + std::log(rope.factor) / std::log(context));
+  }
   if (rope.type != RopeType::kYarn) return 1.0;
   if (rope.yarn.attention_factor) return *rope.yarn.attention_factor;
   const double m = rope.yarn.mscale.value_or(0.0);

@@ -46,6 +46,12 @@ ParameterLayout TensorRegion::column(int dim) const {
   return layout_of(AxisPlacement::shard(axis::kTensor, size(), dim));
 }
 
+ParameterLayout TensorRegion::sections(std::vector<std::int64_t> rows) const {
+  ParameterLayout layout = column();
+  if (size() > 1) layout.sections = std::move(rows);
+  return layout;
+}
+
 ParameterLayout TensorRegion::row() const { return column(1); }
 
 ParameterLayout TensorRegion::inside() const {

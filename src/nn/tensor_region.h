@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "layout/parallel_dims.h"
 #include "parallel/axis.h"
@@ -47,10 +48,12 @@ class TensorRegion {
   // Declarations: what a parameter is on the axis, and its raw gradient.
 
   ParameterLayout column(int dim = 0) const;  ///< Shard(0): outputs are a part of all
-  ParameterLayout row() const;                ///< Shard(1): inputs are a part of all
-  ParameterLayout inside() const;             ///< Replicate, gradient Partial
-  ParameterLayout on_stream() const;          ///< inside() where it is cut, else Invariant
-  ParameterLayout everywhere() const;         ///< Invariant
+  /// Of parts one behind the other along dim 0, with so many rows of all ranks: its share of each.
+  ParameterLayout sections(std::vector<std::int64_t> rows) const;
+  ParameterLayout row() const;         ///< Shard(1): inputs are a part of all
+  ParameterLayout inside() const;      ///< Replicate, gradient Partial
+  ParameterLayout on_stream() const;   ///< inside() where it is cut, else Invariant
+  ParameterLayout everywhere() const;  ///< Invariant
   /// Dim 0 cut by so many heads; where they are fewer than the ranks, ranks share one.
   ParameterLayout heads(std::int64_t heads) const;
 

@@ -73,6 +73,7 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
   const std::int64_t most =
       std::min(options.max_new_tokens, spec.max_position_embeddings - given + 1);
   models::DecoderCache cache = model.make_cache(given + most - 1);
+  std::vector<std::int64_t> text = prompt;
   at::Tensor next = comm::uploaded(row_of(prompt), options.device);
   for (std::int64_t made = 0; made < most; ++made) {
     const moe::ScoreChecks scores;
@@ -88,7 +89,11 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
     if (std::ranges::find(options.end_tokens, token) != options.end_tokens.end()) {
       return EndedBy::kEndToken;
     }
-    next = comm::uploaded(row_of({token}), options.device);
+    const std::int64_t length = cache.length();
+    text.push_back(token);
+    const bool anew = models::outgrows(spec, length, length + 1);
+    if (anew) cache = model.make_cache(given + most - 1);
+    next = comm::uploaded(row_of(anew ? text : std::vector{token}), options.device);
   }
   return most < options.max_new_tokens ? EndedBy::kPositions : EndedBy::kCount;
 }

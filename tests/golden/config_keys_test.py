@@ -36,6 +36,7 @@ FAMILIES = {
     "Gemma4ForConditionalGeneration": "Gemma4Config",
     "GraniteForCausalLM": "GraniteConfig",
     "SmolLM3ForCausalLM": "SmolLM3Config",
+    "Phi3ForCausalLM": "Phi3Config",
 }
 # Keys of every config: values that are computed here where the default is not, and missing sizes.
 NEEDED = {

@@ -46,6 +46,9 @@ FAMILIES = {
     "gpt2": [{"n_inner": 40}, {"layer_norm_epsilon": 1e-3}],
     "granite": [{"residual_multiplier": 0.5, "logits_scaling": 3.0}, {"attention_bias": True, "mlp_bias": True},
                 {"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "tie_word_embeddings": False}],
+    "phi3": [{"sliding_window": None, "num_key_value_heads": 2, "tie_word_embeddings": True},
+             {"partial_rotary_factor": 0.5, "max_position_embeddings": 64, "original_max_position_embeddings": 32,
+              "rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}}],
     "smollm3": [{"no_rope_layers": [0, 1, 0, 1], "tie_word_embeddings": False},
                 {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}],
 }

@@ -24,7 +24,7 @@ except ImportError as missing:
     sys.exit(77)
 
 DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
-FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "granite-mixed", "smollm3-fp32", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
+FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "granite-mixed", "smollm3-fp32", "phi3-fp32", "phi4-mini-fp32", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
            "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
 # Of a second fp32 implementation, from the README of the reference data.
@@ -150,7 +150,7 @@ class ConvertFolder(Program):
                 # What transformers reads from the folder is what it wrote there once, key for key.
                 original = transformers.AutoConfig.from_pretrained(DATA / name).to_dict()
                 written = transformers.AutoConfig.from_pretrained(out).to_dict()
-                for key in ("_name_or_path", "transformers_version", "head_dim", *HUB_ONLY):
+                for key in ("_name_or_path", "transformers_version", "head_dim", "partial_rotary_factor", *HUB_ONLY):
                     original.pop(key, None), written.pop(key, None)
                 written["rope_parameters"].pop("type", None)  # how deepseek's configs call rope_type
                 self.assertEqual(written, original)
@@ -608,6 +608,20 @@ class ConvertGemma3(Program):
                 self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
                 found = self.logits_of_transformers(out, load_file(batch)["input_ids"])
                 self.assertLess((found - load_file(batch)["logits"]).abs().max(), LOGITS_BOUND)
+
+
+class WritePhi4Mini(Program):
+    def test_text_that_outgrows_the_original_context_is_written_as_transformers_writes_it(self):
+        source = DATA / "phi4-mini-fp32"  # 16 positions
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        ids = load_file(source / "reference.safetensors")["input_ids"]
+        for row, length in ((0, 6), (1, 12), (1, 20)):
+            prompt = ids[row:row + 1, :length]
+            expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                                      max_new_tokens=12)[0, length:].tolist()
+            found = self.run_tessera("generate", "--model", source, "--max-new-tokens", "12", "--prompt-tokens",
+                                     ",".join(str(token) for token in prompt[0].tolist()))
+            self.assertEqual([int(token) for token in found.strip().split(",")], expected)
 
 
 if __name__ == "__main__":

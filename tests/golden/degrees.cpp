@@ -4,6 +4,7 @@
 #include <map>
 
 #include "golden/model_folder.h"
+#include "models/family.h"
 #include "support/place.h"
 #include "tessera/error.h"
 #include "train/hf/model_source.h"
@@ -97,7 +98,11 @@ Experts experts_of(const std::string& folder) {
   return spec_of(folder).moe ? Experts::kSome : Experts::kNone;
 }
 
-std::int64_t heads_of(const std::string& folder) { return spec_of(folder).num_attention_heads; }
+std::int64_t heads_of(const std::string& folder) {
+  const models::ModelSpec spec = spec_of(folder);
+  return models::traits(spec.family).fused_projections ? spec.num_key_value_heads
+                                                       : spec.num_attention_heads;
+}
 
 train::Config config_for(const std::string& folder, const Degrees& d) {
   auto config = config_for(layout_of(d));

@@ -22,11 +22,12 @@ bool is_llama4(const std::string& folder) { return folder.starts_with("llama4");
 bool is_dense(const std::string& folder) {
   return (folder.starts_with("llama") && !is_llama4(folder)) || folder.starts_with("olmo2") ||
          folder.starts_with("gemma3") || folder.starts_with("granite") ||
-         folder.starts_with("smollm3");
+         folder.starts_with("smollm3") || folder.starts_with("phi");
 }
 
 /// Linear layers of every placement that the family has: cut by rows, by columns, copied, whole.
 std::vector<std::string> linears_of(const std::string& folder) {
+  if (folder.starts_with("phi")) return {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"};
   if (is_dense(folder) || is_llama4(folder)) {
     return {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
   }
@@ -78,7 +79,7 @@ std::filesystem::path trained_adapters(const std::string& folder, double dropout
 const std::vector<std::string> kAdapted{
     "llama-fp32",       "olmo2-fp32",       "gemma3-text-fp32", "qwen3-moe-fp32",   "gpt-oss-fp32",
     "deepseek-v2-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",    "llama4-text-fp32", "gemma4-fp32",
-    "mixtral-fp32",     "granite-fp32",     "smollm3-fp32"};
+    "mixtral-fp32",     "granite-fp32",     "smollm3-fp32",     "phi4-mini-fp32"};
 
 void expect_near(const Gradients& found, const Gradients& expected) {
   EXPECT_NEAR(found.loss, expected.loss, kLossBound);

@@ -125,9 +125,10 @@ class Lora(unittest.TestCase):
             self.assertLess(error.item(), GRADIENT_BOUND, name)
 
     def test_peft_computes_our_logits_loss_and_gradients(self):
-        for name in ("qwen3-fp32", "llama-mixed"):
+        fused = ("qkv_proj", "o_proj", "gate_up_proj")
+        for name, targets in (("qwen3-fp32", TARGETS), ("llama-mixed", TARGETS), ("phi4-mini-fp32", fused)):
             with self.subTest(name):
-                checkpoint = self.train(DATA / name, run=name)
+                checkpoint = self.train(DATA / name, run=name, targets=targets, data=name)
                 self.run_tessera("convert", checkpoint, f"{name}-adapter")
                 adapter = self.folder / f"{name}-adapter"
                 truth = self.truth(DATA / name, adapter, name)
@@ -136,7 +137,7 @@ class Lora(unittest.TestCase):
                 tp = ("--nproc", 2, "--parallelism.tensor_parallel_degree", 2)
                 layouts = [("--nproc", 3), tp, ("--nproc", 1), (*tp, "--parallelism.sequence_parallel", "false")]
                 if not FULL:
-                    layouts = layouts[:2] if name == "qwen3-fp32" else layouts[2:]
+                    layouts = {"qwen3-fp32": layouts[:2], "phi4-mini-fp32": layouts[1:2]}.get(name, layouts[2:])
                 for layout in layouts:
                     self.expect_gradients(self.gradients(checkpoint, name, *layout), truth)
 

@@ -15,12 +15,14 @@ except ImportError:
     sys.exit(77)
 
 DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
-# The columns of a fused weight that form one matrix each.
-FUSED = {
-    "gpt-oss-fp32": ("gate_up_proj", lambda matrix: [matrix[:, 0::2], matrix[:, 1::2]]),
-    "llama4-text-fp32": ("gate_up_proj", lambda matrix: list(matrix.chunk(2, 1))),
-    "gpt2-fp32": ("c_attn.weight", lambda matrix: list(matrix.chunk(3, 1))),
-}
+# The columns, or rows, of a fused weight that form one matrix each.
+FUSED = (
+    ("gpt-oss-fp32", "gate_up_proj", lambda matrix: [matrix[:, 0::2], matrix[:, 1::2]]),
+    ("llama4-text-fp32", "gate_up_proj", lambda matrix: list(matrix.chunk(2, 1))),
+    ("gpt2-fp32", "c_attn.weight", lambda matrix: list(matrix.chunk(3, 1))),
+    ("phi3-fp32", "gate_up_proj.weight", lambda matrix: list(matrix.chunk(2, 0))),
+    ("phi3-fp32", "qkv_proj.weight", lambda matrix: list(matrix.chunk(3, 0))),
+)
 CONFIG = """
 [model]
 path = "{folder}"
@@ -75,7 +77,7 @@ def stepped(values, gradient):
 
 class MuonParts(unittest.TestCase):
     def test_a_step_is_torchs_of_each_matrix(self):
-        for name, (ending, parts) in FUSED.items():
+        for name, ending, parts in FUSED:
             reference = load_file(DATA / name / "reference.safetensors")
             before = load_file(DATA / name / "model.safetensors")
             batch = {key: reference[key] for key in ("input_ids", "labels")}
@@ -90,6 +92,9 @@ class MuonParts(unittest.TestCase):
                     layouts["ep"] = trained(pathlib.Path(place), name, batch,
                                             "--parallelism.data_parallel_shard_degree", "2",
                                             "--parallelism.expert_parallel_degree", "2")
+                if name == "phi3-fp32":
+                    layouts["tp"] = trained(pathlib.Path(place), name, batch,
+                                            "--parallelism.tensor_parallel_degree", "2")
             weights = [key for key in before if key.endswith(ending)]
             self.assertGreater(len(weights), 1)
             for key in weights:
@@ -101,6 +106,18 @@ class MuonParts(unittest.TestCase):
                     whole = one[key] if values.dim() == 2 else one[key][number]
                     with self.subTest(model=name, weight=key, expert=number):
                         self.compare(value, gradient, parts, found, whole)
+
+    def test_queries_keys_and_values_of_unequal_shares_are_one_matrix(self):
+        name = "phi4-mini-fp32"
+        reference = load_file(DATA / name / "reference.safetensors")
+        before = load_file(DATA / name / "model.safetensors")
+        batch = {key: reference[key] for key in ("input_ids", "labels")}
+        for words in ((), ("--parallelism.tensor_parallel_degree", "2")):
+            with tempfile.TemporaryDirectory() as place:
+                after = trained(pathlib.Path(place), name, batch, *words)
+            for key in (key for key in before if key.endswith("qkv_proj.weight")):
+                wanted = stepped(before[key], reference[f"grad/{key}"])
+                self.assertLess((after[key] - wanted).norm(), BOUND * (wanted - before[key]).norm(), key)
 
     def compare(self, value, gradient, parts, found, whole):
         expected = [stepped(*each) for each in zip(parts(value), parts(gradient))]

@@ -42,6 +42,8 @@ std::vector<Family> families() {
                           {"gemma3-text-mixed", kDenseToo, 2},
                           {"granite-mixed", kDenseToo, 2},
                           {"smollm3-mixed", kDense, 1, 12},
+                          {"phi3-mixed", kDenseToo, 2, 12},
+                          {"phi4-mini-fp32", {{.tp = 2}}},
                           {"gpt2-mixed", kDense, 1, 12},
                           {"mixtral-mixed", kExperts},
                           {"qwen3-moe-mixed", kExpertsToo, 2},

@@ -24,7 +24,7 @@ const FamilyTraits& mistral_traits() {
                .max_position_embeddings = 131072,
                .sliding_window = 4096},
       .rows = decoder_rows({
-          only("attention_bias", false, "projections of this family have no bias"),
+          only("attention_bias", false, kNoBiases),
           only("layer_types", nullptr,
                "sliding_window holds for all layers of this family; layers in turn are "
                "Ministral's"),

@@ -155,12 +155,43 @@ INSTANTIATE_TEST_SUITE_P(Folders, Decode,
                                            "qwen2-fp32", "qwen2-mixed", "mistral-fp32",
                                            "mistral-mixed", "olmo2-fp32", "olmo2-mixed",
                                            "gemma3-text-fp32", "gemma3-text-mixed", "granite-fp32",
-                                           "granite-mixed", "smollm3-fp32", "smollm3-mixed"),
+                                           "granite-mixed", "smollm3-fp32", "smollm3-mixed",
+                                           "phi3-fp32", "phi3-mixed"),
                          [](const auto& folder) {
                            std::string name = folder.param;
                            for (char& c : name) c = c == '-' ? '_' : c;
                            return name;
                          });
+
+// Phi-4-mini's longrope: texts of at most 16 positions turn otherwise than longer ones. Property:
+// over a cache a text has the logits of its whole forward at every length, and a text that outgrows
+// the 16 is refused by its cache, whose keys are those of a short one.
+TEST(DecodeLongRope, ATextThatOutgrowsShortRowsWantsANewCache) {
+  const Reference reference("phi4-mini-fp32");
+  const auto model = reference.model(Reference::Compute::kFloat32);
+  const at::Tensor ids = reference.result("input_ids");
+  const auto expect_whole = [&](const at::Tensor& found, std::int64_t length) {
+    const at::Tensor whole = model->next_logits(ids.narrow(1, 0, length));
+    EXPECT_LT((found - whole).abs().max().item<double>(), 5e-5) << length;
+  };
+  DecoderCache cache = model->make_cache(ids.size(1));
+  expect_whole(model->decode(ids.narrow(1, 0, 13), cache), 13);
+  for (std::int64_t t = 13; t < 16; ++t) {
+    expect_whole(model->decode(ids.narrow(1, t, 1), cache), t + 1);
+  }
+  EXPECT_TRUE(outgrows(model->spec(), 16, 17));
+  EXPECT_REFUSED(kUsage, model->decode(ids.narrow(1, 16, 1), cache), "a text of 17 positions",
+                 "new cache");
+  cache = model->make_cache(ids.size(1));
+  expect_whole(model->decode(ids.narrow(1, 0, 17), cache), 17);
+  for (std::int64_t t = 17; t < ids.size(1); ++t) {
+    EXPECT_FALSE(outgrows(model->spec(), t, t + 1));
+    expect_whole(model->decode(ids.narrow(1, t, 1), cache), t + 1);
+  }
+  const at::Tensor short_row = model->logits(ids.narrow(1, 0, 16)).detach();
+  const at::Tensor long_row = model->logits(ids).detach().narrow(1, 0, 16);
+  EXPECT_GT((short_row - long_row).abs().max().item<double>(), 1e-2) << "the length counts";
+}
 
 TEST(DecodeErrors, MorePositionsThanTheCacheHasRoomForAreRefused) {
   const Reference reference("qwen3-fp32");

@@ -469,6 +469,119 @@ TEST(SmolLm3Config, WhatDoesNotFitTheLayersIsRefusedByName) {
         "use_sliding_window: found false"}});
 }
 
+constexpr ConfigOfFolder kPhi3("phi3-fp32");
+constexpr ConfigOfFolder kPhi4Mini("phi4-mini-fp32");
+
+TEST(Phi3Config, BothSpellingsGiveTheSameSpec) {
+  for (const char* folder : {"phi3-fp32", "phi3-mixed", "phi4-mini-fp32"}) {
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    EXPECT_EQ(spec.family, Family::kPhi3);
+  }
+  EXPECT_EQ(kPhi3.spec().sliding_window, 8);
+  EXPECT_TRUE(kPhi3.spec().is_sliding(0));
+  const ModelSpec mini = kPhi4Mini.spec();
+  EXPECT_TRUE(mini.layer_types.empty());
+  EXPECT_EQ(mini.turned_dim(), 6);
+  EXPECT_EQ(mini.rope.type, nn::RopeType::kLongRope);
+  EXPECT_EQ(mini.rope.original_max_position_embeddings, 16);
+  EXPECT_EQ(mini.rope.factor, 32.0);
+  EXPECT_EQ(mini.rope.long_rope->short_factor, (std::vector<double>{1.0, 1.1, 1.7}));
+  EXPECT_EQ(mini.rope.long_rope->long_factor, (std::vector<double>{1.3, 4.0, 20.0}));
+}
+
+TEST(Phi3Config, AbsentKeysAreTransformersDefaults) {
+  const ModelSpec spec = kPhi3.spec_without({"num_key_value_heads", "sliding_window",
+                                             "rms_norm_eps", "max_position_embeddings",
+                                             "rope_theta", "original_max_position_embeddings"});
+  EXPECT_EQ(spec.num_key_value_heads, 4);
+  EXPECT_EQ(spec.sliding_window, 0);
+  EXPECT_EQ(spec.rms_norm_eps, 1e-5);
+  EXPECT_EQ(spec.max_position_embeddings, 4096);
+  EXPECT_EQ(spec.rope.theta, 10000.0);
+  EXPECT_EQ(kPhi4Mini.spec_without({"original_max_position_embeddings"})
+                .rope.original_max_position_embeddings,
+            4096);
+}
+
+TEST(Phi3Config, WhatIsWrittenIsReadAsTheSame) {
+  kPhi3.expect_kept({nlohmann::json::object(),
+                     {{"sliding_window", nullptr}, {"tie_word_embeddings", true}},
+                     {{"pad_token_id", nullptr}, {"partial_rotary_factor", 0.5}}});
+  const nlohmann::json factors = kPhi4Mini.json().at("rope_scaling");
+  nlohmann::json more = factors;
+  more.update({{"factor", 3.0}, {"attention_factor", 1.25}});
+  kPhi4Mini.expect_kept({nlohmann::json::object(),
+                         {{"rope_scaling", more}},
+                         {{"max_position_embeddings", 16}},
+                         {{"original_max_position_embeddings", 40}}});
+  // The older names of the kind.
+  for (const char* name : {"su", "yarn"}) {
+    nlohmann::json older = factors;
+    older["type"] = name;
+    EXPECT_EQ(kPhi4Mini.spec({{"rope_scaling", older}}), kPhi4Mini.spec());
+  }
+}
+
+TEST(Phi3Config, TheMatricesOfAttentionAndMlpAreFused) {
+  std::map<std::string, ParameterSpec> rows;
+  for (ParameterSpec& row : describe(kPhi4Mini.spec(), {}, {.tp = 2}).parameters) {
+    const std::string name = row.name;
+    rows.emplace(name, std::move(row));
+  }
+  const ParameterSpec& qkv = rows.at("model.layers.0.self_attn.qkv_proj.weight");
+  EXPECT_EQ(qkv.shape, (std::vector<std::int64_t>{64, 32}));
+  EXPECT_EQ(qkv.layout.sections, (std::vector<std::int64_t>{32, 16, 16}));
+  EXPECT_EQ(qkv.fused.count, 1) << "queries have more rows than keys";
+  const ParameterSpec& both = rows.at("model.layers.0.mlp.gate_up_proj.weight");
+  EXPECT_EQ(both.shape, (std::vector<std::int64_t>{80, 32}));
+  EXPECT_EQ(both.layout.sections, (std::vector<std::int64_t>{40, 40}));
+  EXPECT_EQ(both.fused.count, 2);
+  EXPECT_THAT(refusal_of(ErrorKind::kConfig, [] { describe(kPhi4Mini.spec(), {}, {.tp = 4}); }),
+              Says("tensor_parallel_degree: found 4", "num_key_value_heads = 2"));
+}
+
+// Phi-4-mini-instruct with the keys as published that are not in the reference folder.
+TEST(Phi3Config, TheSizesOfThePublishedModelAreRead) {
+  nlohmann::json config = kPhi4Mini.json();
+  const std::vector<double> factors(48, 1.118320672);  // of 96 of the 128 elements of a head
+  config.update({{"bos_token_id", 199999},
+                 {"eos_token_id", 199999},
+                 {"full_attn_mod", 1},
+                 {"hidden_size", 3072},
+                 {"intermediate_size", 8192},
+                 {"interpolate_factor", 1},
+                 {"lm_head_bias", false},
+                 {"max_position_embeddings", 131072},
+                 {"mlp_bias", false},
+                 {"num_attention_heads", 24},
+                 {"num_hidden_layers", 32},
+                 {"num_key_value_heads", 8},
+                 {"original_max_position_embeddings", 4096},
+                 {"pad_token_id", 199999},
+                 {"sliding_window", 262144},
+                 {"vocab_size", 200064}});
+  config["rope_scaling"]["short_factor"] = config["rope_scaling"]["long_factor"] = factors;
+  const ParsedSpec parsed = parse_spec(config.dump());
+  EXPECT_EQ(parsed.spec.turned_dim(), 96);
+  EXPECT_EQ(total_numel(describe(parsed.spec).parameters), 3'836'021'760);
+  EXPECT_TRUE(parsed.ignored_keys.empty());
+}
+
+TEST(Phi3Config, WhatIsNotSupportedIsRefusedByName) {
+  kPhi3.expect_refused({{"attention_bias", true, "attention_bias: found true"},
+                        {"resid_pdrop", 0.1, "resid_pdrop"},
+                        {"full_attn_mod", 2, "full_attn_mod: found 2"},
+                        {"partial_rotary_factor", 0.1, "partial_rotary_factor"},
+                        {"rope_scaling", {{"type", "linear"}, {"factor", 2.0}}, "longrope"}});
+  nlohmann::json factors = kPhi4Mini.json().at("rope_scaling");
+  factors["short_factor"] = {1.0, 2.0};
+  EXPECT_THAT(kPhi4Mini.refusal({{"rope_scaling", factors}}),
+              Says("short_factor: found [1.0,2.0]", "a list of 3 numbers"));
+  factors["short_factor"] = {1.0, 2.0, 0.0};
+  EXPECT_THAT(kPhi4Mini.refusal({{"rope_scaling", factors}}), Says("short_factor"));
+}
+
 // The config.json of SmolLM2-135M as published, with the keys of its training run.
 TEST(LlamaConfig, SmolLm2AsPublishedIsRead) {
   const ParsedSpec parsed = parse_spec(R"({

@@ -142,11 +142,16 @@ TEST(Description, OfWhateverIsAcceptedOverflowsNothing) {
 
 // What is reviewed when a family or a layer changes: files, contracts and plans all follow from it.
 TEST(Description, OfEachFamilyIsTheRecordedText) {
-  for (const char* name :
-       {"deepseek-v2-fp32", "deepseek-v2-group-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",
-        "llama4-text-fp32", "gemma4-fp32", "gpt-oss-fp32", "llama-fp32", "mistral-fp32",
-        "qwen2-fp32", "qwen3-fp32", "qwen3-moe-fp32", "mixtral-fp32", "olmo2-fp32",
-        "gemma3-text-fp32", "gpt2-fp32", "granite-fp32", "smollm3-fp32"}) {
+  for (const char* name : {"deepseek-v2-fp32", "deepseek-v2-group-fp32",
+                           "deepseek-v3-fp32", "glm4-moe-fp32",
+                           "llama4-text-fp32", "gemma4-fp32",
+                           "gpt-oss-fp32",     "llama-fp32",
+                           "mistral-fp32",     "qwen2-fp32",
+                           "qwen3-fp32",       "qwen3-moe-fp32",
+                           "mixtral-fp32",     "olmo2-fp32",
+                           "gemma3-text-fp32", "gpt2-fp32",
+                           "granite-fp32",     "smollm3-fp32",
+                           "phi3-fp32",        "phi4-mini-fp32"}) {
     const fs::path folder = fs::path(TESSERA_TEST_DATA) / name;
     const std::string text = text_of(spec_at(folder / "config.json"));
     std::stringstream recorded;

@@ -62,14 +62,14 @@ TEST_P(DenseReference, BFloat16GradientsPointTheSameWay) {
 
 INSTANTIATE_TEST_SUITE_P(
     Folders, DenseReference,
-    ::testing::Values(Case{"qwen3-fp32", 0.0016}, Case{"qwen3-mixed", 0.0010},
-                      Case{"llama-fp32", 0.0007}, Case{"llama-mixed", 0.0007},
-                      Case{"qwen2-fp32", 0.0006}, Case{"qwen2-mixed", 0.0006},
-                      Case{"mistral-fp32", 0.0009}, Case{"mistral-mixed", 0.0006},
-                      Case{"olmo2-fp32", 0.0012}, Case{"olmo2-mixed", 0.0008},
-                      Case{"gemma3-text-fp32", 0.0011}, Case{"gemma3-text-mixed", 0.0010},
-                      Case{"granite-fp32", 0.0001}, Case{"granite-mixed", 0.0001},
-                      Case{"smollm3-fp32", 0.0019}, Case{"smollm3-mixed", 0.0013}));
+    ::testing::Values(
+        Case{"qwen3-fp32", 0.0016}, Case{"qwen3-mixed", 0.0010}, Case{"llama-fp32", 0.0007},
+        Case{"llama-mixed", 0.0007}, Case{"qwen2-fp32", 0.0006}, Case{"qwen2-mixed", 0.0006},
+        Case{"mistral-fp32", 0.0009}, Case{"mistral-mixed", 0.0006}, Case{"olmo2-fp32", 0.0012},
+        Case{"olmo2-mixed", 0.0008}, Case{"gemma3-text-fp32", 0.0011},
+        Case{"gemma3-text-mixed", 0.0010}, Case{"granite-fp32", 0.0001},
+        Case{"granite-mixed", 0.0001}, Case{"smollm3-fp32", 0.0019}, Case{"smollm3-mixed", 0.0013},
+        Case{"phi3-fp32", 0.0004}, Case{"phi3-mixed", 0.0003}, Case{"phi4-mini-fp32", 0.0005}));
 
 // GPT-2 against transformers (tests/golden/data). Bounds: that data's README.
 

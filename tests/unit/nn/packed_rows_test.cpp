@@ -142,6 +142,19 @@ TEST(PackedRows, AttentionIsThatOfEachDocumentAlone) {
   }
 }
 
+// Naive: the row's length chooses for all of its documents.
+TEST(PackedRows, DocumentsTurnByTheirOwnLengths) {
+  const RopeOptions options{.type = RopeType::kLongRope,
+                            .factor = 4.0,
+                            .original_max_position_embeddings = 12,
+                            .long_rope = LongRopeOptions{{1.0, 1.5, 2.0}, {3.0, 9.0, 30.0}}};
+  for (const Kind& kind : kKinds) {
+    Attention layer(small(std::nullopt, AttentionOptions::Sinks::kNo),
+                    std::make_shared<Rope>(options, 6));
+    expect_packed_equals_alone(layer, kind.dtype, kind.bound, "longrope");
+  }
+}
+
 TEST(PackedRows, LatentAttentionIsThatOfEachDocumentAlone) {
   for (const Kind& kind : kKinds) {
     Mla layer({.hidden_size = 12,

@@ -132,6 +132,60 @@ TEST(Rope, ATableOfAPartLeavesTheRestAsItIs) {
   }
 }
 
+/// Of Phi-4-mini in small: three quarters of a head of 8.
+RopeOptions phi4_mini() {
+  return {.theta = 10000.0,
+          .type = RopeType::kLongRope,
+          .factor = 32.0,
+          .original_max_position_embeddings = 16,
+          .partial_rotary_factor = 0.75,
+          .long_rope = LongRopeOptions{{1.0, 1.1, 1.7}, {1.3, 4.0, 20.0}}};
+}
+
+// Property: a row as long as the original context has the short factors, one position more the long
+// ones at every position, whatever the tables were asked for before.
+TEST(Rope, LongRopeChoosesByTheLengthOfTheRow) {
+  const RopeOptions options = phi4_mini();
+  Rope rope(options, 8);
+  const double scale = std::sqrt(1.0 + std::log(32.0) / std::log(16.0));
+  for (const std::int64_t length : {16, 17, 3, 40, 16}) {
+    const auto& factors =
+        length > 16 ? options.long_rope->long_factor : options.long_rope->short_factor;
+    const RopeTable table = rope.table(length, at::kDouble, at::kCPU);
+    for (const std::int64_t t : {std::int64_t{0}, std::int64_t{2}, length - 1}) {
+      for (std::int64_t i = 0; i < 3; ++i) {
+        const double slow = factors[static_cast<std::size_t>(i)];
+        const double angle =
+            static_cast<double>(t) * std::pow(10000.0, -2.0 * static_cast<double>(i) / 6.0) / slow;
+        // Angles of at most 40 in fp32: some 40 * 2^-24.
+        EXPECT_NEAR(table.cos[t][i].item<double>(), scale * std::cos(angle), 1e-5);
+        EXPECT_NEAR(table.sin[t][i].item<double>(), scale * std::sin(angle), 1e-5);
+      }
+      EXPECT_EQ(table.cos[t][3].item<double>(), 1.0) << "what does not turn has no factor";
+    }
+  }
+  // A text that has come so far has the table of rows of its length.
+  EXPECT_TRUE(rope.table(40, 16, at::kFloat, at::kCPU)
+                  .cos.narrow(0, 0, 16)
+                  .equal(rope.table(16, at::kFloat, at::kCPU).cos));
+}
+
+// Property: the order of pairs is one of the same elements, in which those that turn come in pairs
+// half a head apart.
+TEST(Rope, PairsOfAPartStandHalfAHeadApart) {
+  for (const std::int64_t head_dim : {8, 12, 16}) {
+    for (std::int64_t turned = 2; turned < head_dim; turned += 2) {
+      const at::Tensor x = at::arange(3 * head_dim).view({1, 1, 3 * head_dim});
+      const at::Tensor ordered = pairs_of_part(x, 3, turned).view({3, head_dim});
+      for (std::int64_t i = 0; i < turned / 2; ++i) {
+        EXPECT_EQ(ordered[1][i].item<std::int64_t>(), head_dim + i);
+        EXPECT_EQ(ordered[1][i + head_dim / 2].item<std::int64_t>(), head_dim + i + turned / 2);
+      }
+      EXPECT_TRUE(std::get<0>(ordered.flatten().sort()).equal(x.flatten()));
+    }
+  }
+}
+
 TEST(Rope, NeighboursTurnAsComplexNumbersAndStayInPlace) {
   at::manual_seed(3);
   Rope rope(deepseek(), 64);

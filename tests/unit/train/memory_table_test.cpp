@@ -53,6 +53,7 @@ void write_model_of(const TemporaryFolder& folder, const std::string& family) {
       return;
     }
     widen(model, text);
+    if (family == "phi3") text["num_hidden_layers"] = 4;  // as others: shares are of all layers
     if (family == "gemma4") text["sliding_window"] = 48;
   });
 }
@@ -309,7 +310,9 @@ std::vector<MemoryCase> dense_cases() {
           {.name = "gemma3_tp", .family = "gemma3-text", .dims = {.tp = 2}, .mode = kSelective},
           {.name = "granite", .family = "granite", .compute = kBf16},
           {.name = "granite_tp", .family = "granite", .dims = {.tp = 2}},
-          {.name = "smollm3", .family = "smollm3", .dims = {.dp_shard = 2}}};
+          {.name = "smollm3", .family = "smollm3", .dims = {.dp_shard = 2}},
+          {.name = "phi3", .family = "phi3", .compute = kBf16},
+          {.name = "phi3_tp", .family = "phi3", .dims = {.tp = 2}, .mode = kSelective}};
 }
 
 std::vector<MemoryCase> expert_cases() {
