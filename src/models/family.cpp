@@ -1,5 +1,7 @@
 #include "models/family.h"
 
+#include <algorithm>
+
 #include "base/text/printable.h"
 #include "tessera/error.h"
 
@@ -14,11 +16,18 @@ std::vector<const FamilyTraits*> families() {
 
 namespace {
 
+bool is_of(const FamilyTraits& family, std::string_view model_type) {
+  return family.model_type == model_type ||
+         std::ranges::find(family.other_model_types, model_type) != family.other_model_types.end();
+}
+
 std::string known_families() {
   std::string list;
   for (const FamilyTraits* family : families()) {
-    list += concat(list.empty() ? "" : ", ", family->architecture, " (model_type ",
-                   family->model_type, ")");
+    list +=
+        concat(list.empty() ? "" : ", ", family->architecture, " (model_type ", family->model_type);
+    for (const auto type : family->other_model_types) list += concat(" or ", type);
+    list += ")";
     if (family->whole) list += concat(", ", family->whole->architecture, " (its text model)");
   }
   return list;
@@ -43,7 +52,7 @@ const FamilyTraits& family_of(const std::vector<std::string>& architectures,
   const FamilyTraits* by_type = nullptr;
   const FamilyTraits* by_name = nullptr;
   for (const FamilyTraits* family : families()) {
-    if (family->model_type == model_type) by_type = family;
+    if (is_of(*family, model_type)) by_type = family;
     if (!architectures.empty() && family->architecture == architectures[0]) by_name = family;
   }
   TESSERA_CHECK(!architectures.empty() || !model_type.empty(), ErrorKind::kConfig,

@@ -49,6 +49,7 @@ FAMILIES = {
     "phi3": [{"sliding_window": None, "num_key_value_heads": 2, "tie_word_embeddings": True},
              {"partial_rotary_factor": 0.5, "max_position_embeddings": 64, "original_max_position_embeddings": 32,
               "rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}}],
+    "kimi-k2": [{"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}],
     "smollm3": [{"no_rope_layers": [0, 1, 0, 1], "tie_word_embeddings": False},
                 {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}],
 }
@@ -64,7 +65,7 @@ class Families(Program):
 
     def train_step(self, model, name):
         """A step that moves every parameter, and the routers' stored biases."""
-        words = ("--model.load_balance_coeff", "0.05") if name in ("deepseek-v3", "glm4-moe") else ()
+        words = ("--model.load_balance_coeff", "0.05") if name in ("deepseek-v3", "glm4-moe", "kimi-k2") else ()
         batch = DATA / f"{name}-fp32" / "reference.safetensors"
         return self.train(model, f'"{batch}"', *FLOAT32, *words, steps=1, ranks=1)
 

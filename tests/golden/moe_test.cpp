@@ -71,7 +71,7 @@ TEST_P(GoldenMoeLoads, InTheMetricsAreThoseOfTheWholeBatch) {
           << key << ": no expert is chosen twice by a token";
       EXPECT_EQ(load, one.at(key).get<double>()) << key;
     }
-    EXPECT_GE(found, 2);
+    EXPECT_GE(found, 1);
   }
 }
 

@@ -33,6 +33,7 @@ TEST_P(NarrowLayouts, GradientsPointTheSameWayWithTheRecordedRouting) {
                                      {.tp = 2, .router = RouterTokens::kAll}};
   for (const Degrees& degrees : test::in_turn(layouts, 3, folders_with_experts(), GetParam())) {
     SCOPED_TRACE(to_string(degrees));
+    if (heads_of(GetParam()) % degrees.tp != 0) continue;
     auto config = config_for(GetParam(), degrees);
     config.precision = {};  // the defaults: bf16 compute, fp32 for storage, sums and wire
     expect_same_directions(

@@ -86,8 +86,8 @@ inline const std::vector<std::string> kMoeFolders{
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
 inline const std::vector<std::string> kDeepseekFolders{
-    "deepseek-v2-fp32",        "deepseek-v2-mixed", "deepseek-v2-group-fp32",
-    "deepseek-v2-group-mixed", "deepseek-v3-fp32",  "deepseek-v3-mixed"};
+    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed",
+    "deepseek-v3-fp32", "deepseek-v3-mixed", "kimi-k2-fp32",           "kimi-k2-mixed"};
 
 /// Those with a mixture of experts and shared ones beside, without an auxiliary loss.
 inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm4-moe-mixed",
@@ -96,8 +96,8 @@ inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm
 /// Families with folders of both dtypes that `scripts/full families` goes through: all that
 /// `scripts/full layouts` does not.
 inline const std::vector<std::string> kLaterFamilies{
-    "mixtral", "deepseek-v3", "glm4-moe", "llama4-text", "gemma3-text", "olmo2",
-    "gpt2",    "qwen2",       "mistral",  "granite",     "smollm3",     "phi3"};
+    "mixtral", "deepseek-v3", "glm4-moe", "llama4-text", "gemma3-text", "olmo2",  "gpt2",
+    "qwen2",   "mistral",     "granite",  "smollm3",     "phi3",        "kimi-k2"};
 
 /// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();

@@ -1,7 +1,7 @@
-// DeepSeek V3 and R1: latent attention, first dense layers, a shared expert, and a router of
-// sigmoids whose choice a stored bias balances, from the best groups of experts. The extra
-// prediction layer of published folders is left out, their blocks of eight bits are read as
-// bfloat16 (io/unpacked/fp8_tensors.h).
+// DeepSeek V3 and R1, and Kimi K2, which is the same with other numbers: latent attention, first
+// dense layers, a shared expert, and a router of sigmoids whose choice a stored bias balances, from
+// the best groups of experts. The extra prediction layer of published folders is left out, their
+// blocks of eight bits are read as bfloat16 (io/unpacked/fp8_tensors.h).
 #include <nlohmann/json.hpp>
 
 #include "models/deepseek_v2/deepseek_keys.h"
@@ -43,6 +43,7 @@ const FamilyTraits& deepseek_v3_traits() {
   static const FamilyTraits traits{
       .model_type = "deepseek_v3",
       .architecture = "DeepseekV3ForCausalLM",
+      .other_model_types = {"kimi_k2"},
       .spec = {.family = Family::kDeepseekV3,
                .num_key_value_heads = 128,
                .head_dim = 64,

@@ -31,7 +31,8 @@ TEST_P(MoeSpecs, BothSpellingsGiveTheSameSpec) {
   const auto& sizes = written.moe;
   switch (written.family) {
     case Family::kDeepseekV3:
-      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(12L, 4L));
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token),
+                std::pair(std::string(GetParam()).starts_with("kimi") ? 20L : 12L, 4L));
       break;
     case Family::kMixtral:
       EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(8L, 2L));
@@ -86,10 +87,11 @@ TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
 INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
                          ::testing::Values("deepseek-v2-fp32", "deepseek-v2-group-fp32",
                                            "deepseek-v2-group-mixed", "deepseek-v3-fp32",
-                                           "deepseek-v3-mixed", "glm4-moe-fp32", "glm4-moe-mixed",
-                                           "llama4-text-fp32", "llama4-text-mixed", "gpt-oss-fp32",
-                                           "gpt-oss-mixed", "qwen3-moe-fp32", "qwen3-moe-mixed",
-                                           "mixtral-fp32", "mixtral-mixed"));
+                                           "deepseek-v3-mixed", "kimi-k2-fp32", "kimi-k2-mixed",
+                                           "glm4-moe-fp32", "glm4-moe-mixed", "llama4-text-fp32",
+                                           "llama4-text-mixed", "gpt-oss-fp32", "gpt-oss-mixed",
+                                           "qwen3-moe-fp32", "qwen3-moe-mixed", "mixtral-fp32",
+                                           "mixtral-mixed"));
 
 TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   const ModelSpec spec = parse_spec(hub("gpt-oss-fp32").dump()).spec;
@@ -240,6 +242,7 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
   EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
   EXPECT_EQ(numel("deepseek-v3"), 671'026'404'352);
+  EXPECT_EQ(numel("kimi-k2"), 1'026'408'209'408);
   EXPECT_EQ(numel("glm-4.5-air"), 106'852'245'504);
   EXPECT_EQ(numel("llama4-scout"), 107'769'861'120);
   EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);
@@ -270,6 +273,23 @@ TEST(DeepseekV3Config, SaysLatentsSigmoidsAndGroups) {
                                .topk_group = 2,
                                .first_dense_layers = 1}));
   EXPECT_FALSE(kDeepseekV3.spec({{"norm_topk_prob", false}}).moe->norm_topk_prob);
+}
+
+// Kimi K2's files have another model_type; what is written has that of the classes, which transformers
+// knows.
+TEST(DeepseekV3Config, KimiK2IsTheSameFamily) {
+  const ConfigOfFolder kimi("kimi-k2-fp32");
+  const ModelSpec spec = kimi.spec();
+  EXPECT_EQ(kimi.json().at("model_type"), "kimi_k2");
+  EXPECT_EQ(spec.family, Family::kDeepseekV3);
+  EXPECT_EQ(spec, parse_spec(file_text("kimi-k2-fp32", "config.json")).spec);
+  EXPECT_EQ(spec.moe->n_group, 1);
+  EXPECT_EQ(spec.moe->routed_scaling_factor, 2.827);
+  EXPECT_EQ(spec.rope.yarn.beta_fast, 1.0);
+  const json written = json::parse(config_json(spec));
+  EXPECT_EQ(written.at("model_type"), "deepseek_v3");
+  EXPECT_EQ(parse_spec(written.dump()).spec, spec);
+  EXPECT_THAT(kimi.refusal({{"model_type", "kimi_k3"}}), Says("deepseek_v3 or kimi_k2"));
 }
 
 TEST(DeepseekV3Config, WhatIsWrittenHasTheHubsKeys) {

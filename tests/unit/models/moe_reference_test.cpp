@@ -249,6 +249,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"deepseek-v2-group-fp32", 0.0051, 1e-4},
                       Case{"deepseek-v2-group-mixed", 0.0076, 1e-4},
                       Case{"deepseek-v3-fp32", 0.0028}, Case{"deepseek-v3-mixed", 0.0025},
+                      Case{"kimi-k2-fp32", 0.0009}, Case{"kimi-k2-mixed", 0.0008},
                       Case{"glm4-moe-fp32", 0.0019}, Case{"glm4-moe-mixed", 0.0009},
                       Case{"gpt-oss-fp32", 0.0043}, Case{"gpt-oss-mixed", 0.0046},
                       Case{"llama4-text-fp32", 0.0012}, Case{"llama4-text-mixed", 0.0007},
