@@ -223,6 +223,9 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
   verb->add_flag("--merged", convert.merged,
                  "Of a checkpoint of adapters the whole model with them added, instead of the "
                  "adapters alone in peft's files.");
+  verb->add_flag("--whole", convert.whole,
+                 "Of a text model that was taken from a model of more than text the whole one: its "
+                 "config.json, and what was left out, as a vision tower, as training found it.");
   verb->add_flag("--verify", convert.verify,
                  "Then reads both sides again and says each tensor equal, cast or changed (exit "
                  "code 3); an OUT that is there already is only read.");

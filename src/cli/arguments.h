@@ -86,6 +86,7 @@ struct ConvertArguments {
   std::string dtype = "auto";
   std::optional<std::string> max_shard_size;  ///< none = "5GB"
   bool merged = false;
+  bool whole = false;
   bool verify = false;
   Overrides overrides;
 };

@@ -13,6 +13,7 @@
 #include "train/hf/hf_export.h"
 #include "train/hf/turn_ends.h"
 #include "train/hf/verify_export.h"
+#include "train/hf/whole_export.h"
 
 namespace tessera::cli {
 namespace {
@@ -184,8 +185,12 @@ int run_convert(const ConvertArguments& arguments) {
                 "--max-shard-size: found ", printable(arguments.max_shard_size.value_or("")),
                 " for a checkpoint of adapters, expected none: peft reads them from one file; "
                 "leave it out, or write the whole model with --merged");
-  const train::ExportPlan plan =
+  TESSERA_CHECK(!adapters || !arguments.whole, ErrorKind::kUsage, "--whole: found ",
+                printable(arguments.source, 1024),
+                ", a checkpoint of adapters, expected a model; add --merged");
+  train::ExportPlan plan =
       adapters ? train::plan_adapter_export(source, options) : train::plan_export(source, options);
+  if (arguments.whole) plan = train::with_the_rest(std::move(plan), source, options);
   if (!adapters) say_what_was_not_there(source);
   say_what_is_rounded(plan);
   say_what_is_left_out(plan);
@@ -193,7 +198,9 @@ int run_convert(const ConvertArguments& arguments) {
   if (!arguments.verify || !is_filled_folder(arguments.out)) {
     if (const auto failed = write_folder(plan, arguments.out)) return *failed;
   }
-  return arguments.verify ? verify_folder(plan, arguments.out, source.left_out.size()) : kDone;
+  return arguments.verify
+             ? verify_folder(plan, arguments.out, arguments.whole ? 0 : source.left_out.size())
+             : kDone;
 }
 
 }  // namespace tessera::cli

@@ -1,6 +1,7 @@
 #include "models/family.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "base/text/printable.h"
 #include "tessera/error.h"
@@ -43,6 +44,15 @@ const FamilyTraits& traits(Family family) {
 #include "models/families.def"
   }
   TESSERA_INVARIANT(false, "a family that is not listed");
+}
+
+bool is_whole_of(const FamilyTraits& family, const nlohmann::json& config) {
+  if (!family.whole) return false;
+  const auto type = config.find("model_type");
+  if (type != config.end() && *type == std::string(family.whole->model_type)) return true;
+  const auto names = config.find("architectures");
+  return names != config.end() &&
+         *names == nlohmann::json::array({std::string(family.whole->architecture)});
 }
 
 const FamilyTraits& family_of(const std::vector<std::string>& architectures,

@@ -59,6 +59,8 @@ struct Multimodal {
   std::string_view architecture;
   std::string_view model_type;
   std::vector<std::string_view> keys_beside;  ///< of it that say nothing about the text model
+  /// Makes the keys of its text_config those of the family's own; null = they are.
+  void (*as_text_model)(const ConfigReader& keys, nlohmann::json& text) = nullptr;
 };
 
 /// A key of a config.json: how it is read, and how it is written. Rows that most families need are
@@ -140,6 +142,9 @@ struct FamilyTraits {
 const FamilyTraits& traits(Family family);
 /// All of them, in the order of messages.
 std::vector<const FamilyTraits*> families();
+
+/// Whether a config.json is that of the model of more than text that the family's are part of.
+bool is_whole_of(const FamilyTraits& family, const nlohmann::json& config);
 
 /// The family of a config.json's `architectures` and `model_type` (either may be empty).
 /// Errors: kConfig if unknown, or if both are given and disagree; the message lists the known ones.

@@ -139,16 +139,6 @@ void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
 }
 
-/// Whether a config.json is of the model of more than text that this family's are part of.
-bool is_whole_of(const FamilyTraits& family, const nlohmann::json& config) {
-  if (!family.whole) return false;
-  const auto type = config.find("model_type");
-  if (type != config.end() && *type == std::string(family.whole->model_type)) return true;
-  const auto names = config.find("architectures");
-  return names != config.end() &&
-         *names == nlohmann::json::array({std::string(family.whole->architecture)});
-}
-
 /// Its text_config, with what stands beside that about the text.
 nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& family,
                            LeftKeys& left) {
@@ -161,6 +151,9 @@ nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& fami
         "tessera_tokenizer", "tie_word_embeddings", "torch_dtype"}) {
     const nlohmann::json* beside = keys.take(key);
     if (beside != nullptr && !config.contains(key)) config[key] = *beside;
+  }
+  if (family.whole->as_text_model != nullptr) {
+    family.whole->as_text_model(ConfigReader(*text, "text_config."), config);
   }
   config["architectures"] = {family.architecture};
   keys.ignore({"architectures", "initializer_range", "model_type", "vision_config"});

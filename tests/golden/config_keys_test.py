@@ -37,6 +37,7 @@ FAMILIES = {
     "GraniteForCausalLM": "GraniteConfig",
     "SmolLM3ForCausalLM": "SmolLM3Config",
     "Phi3ForCausalLM": "Phi3Config",
+    "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
 }
 # Keys of every config: values that are computed here where the default is not, and missing sizes.
 NEEDED = {

@@ -582,6 +582,39 @@ TEST(Phi3Config, WhatIsNotSupportedIsRefusedByName) {
   EXPECT_THAT(kPhi4Mini.refusal({{"rope_scaling", factors}}), Says("short_factor"));
 }
 
+constexpr ConfigOfFolder kQwen3("qwen3-fp32");
+
+// What a folder of Qwen3-VL says of its text is a Qwen3; against transformers: convert_test.py.
+TEST(Qwen3VlConfig, AFolderOfTheWholeModelGivesItsTextModel) {
+  nlohmann::json text = kQwen3.json();
+  text.erase("architectures");
+  text["model_type"] = "qwen3_vl_text";
+  text["rope_scaling"] = {
+      {"rope_type", "default"}, {"mrope_interleaved", true}, {"mrope_section", {24, 20, 20}}};
+  nlohmann::json whole{{"architectures", {"Qwen3VLForConditionalGeneration"}},
+                       {"model_type", "qwen3_vl"},
+                       {"image_token_id", 5},
+                       {"video_token_id", 6},
+                       {"vision_start_token_id", 7},
+                       {"vision_end_token_id", 8},
+                       {"text_config", text},
+                       {"vision_config", {{"depth", 27}}}};
+  EXPECT_EQ(parse_spec(whole.dump()).spec, kQwen3.spec());
+  // Its own values for absent keys.
+  text.erase("rope_theta");
+  text.erase("max_position_embeddings");
+  whole["text_config"] = text;
+  EXPECT_EQ(parse_spec(whole.dump()).spec.rope.theta, 5e5);
+  EXPECT_EQ(parse_spec(whole.dump()).spec.max_position_embeddings, 128000);
+  const auto& name = traits(Family::kQwen3).module_name;
+  EXPECT_EQ(name("model.language_model.layers.0.mlp.up_proj.weight"),
+            "model.layers.0.mlp.up_proj.weight");
+  EXPECT_EQ(name("model.visual.pos_embed.weight"), "");
+  EXPECT_EQ(name("lm_head.weight"), "lm_head.weight");
+  whole["text_config"]["model_type"] = "qwen3_vl_moe_text";
+  EXPECT_THAT(config_refusal(whole.dump()), Says("text_config.model_type: found"));
+}
+
 // The config.json of SmolLM2-135M as published, with the keys of its training run.
 TEST(LlamaConfig, SmolLm2AsPublishedIsRead) {
   const ParsedSpec parsed = parse_spec(R"({
