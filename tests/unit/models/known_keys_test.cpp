@@ -100,6 +100,11 @@ TEST_P(KnownKeys, OfAnUnknownKeyEveryOtherValueIsRefused) {
   }
 }
 
+/// Of published files of this family, whose classes have no use for it.
+bool says_nothing(const std::string& folder, std::string_view key) {
+  return folder.starts_with("smollm3") && key == "pretraining_tp";
+}
+
 TEST_P(KnownKeys, OtherValuesThanOffAreRefused) {
   const std::pair<const char*, json> cases[] = {{"shared_expert_intermediate_size", 512},
                                                 {"hidden_dropout", 0.1},
@@ -112,6 +117,7 @@ TEST_P(KnownKeys, OtherValuesThanOffAreRefused) {
                                                 {"is_decoder", true},
                                                 {"loss_type", "ForMaskedLM"}};
   for (const auto& [key, value] : cases) {
+    if (says_nothing(GetParam(), key)) continue;
     json changed = config();
     changed[key] = value;
     EXPECT_THAT(config_refusal(changed.dump()), Says(key)) << value;
@@ -125,6 +131,7 @@ TEST_P(KnownKeys, WhatMattersIsRefusedWhateverTheCallerSays) {
                                                 {"pruned_heads", {{"0", {1}}}},
                                                 {"quantization_config", {{"quant_method", "awq"}}}};
   for (const auto& [key, value] : cases) {
+    if (says_nothing(GetParam(), key)) continue;
     json changed = config();
     changed[key] = value;
     EXPECT_THROW(parse_spec(changed.dump(), {.unknown_keys = UnknownKeys::kWarn}), Error) << key;
