@@ -73,6 +73,8 @@ class ThreadWorld : public World {
   void recover() override;
 
   void abort_here(const std::string& why);
+  /// Whether an error of its rank only repeats why others have aborted this World.
+  bool repeats_abort(const std::string& error) const;
   void wake();
   /// By its thread, as it ends: what the backend ends on all ranks together.
   void end_connections();
@@ -175,6 +177,11 @@ void ThreadWorld::abort_here(const std::string& why) {
   queue_->abort(why);
 }
 
+bool ThreadWorld::repeats_abort(const std::string& error) const {
+  const std::string why = state_->abort_flag->why();
+  return !why.empty() && error.find(why) != std::string::npos;
+}
+
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
 void ThreadWorld::end_connections() {
@@ -229,7 +236,10 @@ struct ThreadRanks::Impl {
   std::uint64_t round TESSERA_GUARDED_BY(mutex) = 0;
   int running TESSERA_GUARDED_BY(mutex) = 0;
   bool stopping TESSERA_GUARDED_BY(mutex) = false;
-  std::exception_ptr first_error TESSERA_GUARDED_BY(mutex);
+  /// What run() throws: the first error that is no repetition of why a rank was aborted, which may
+  /// reach its thread's end before the cause does; else the first one.
+  std::exception_ptr cause TESSERA_GUARDED_BY(mutex);
+  bool cause_repeats TESSERA_GUARDED_BY(mutex) = false;
   std::vector<std::thread> threads;
 };
 
@@ -241,9 +251,13 @@ void ThreadRanks::Impl::fail(std::exception_ptr error, int rank) {
     why = one_line(known.what());
   } catch (...) {
   }
+  const bool repeats = worlds[static_cast<std::size_t>(rank)]->repeats_abort(why);
   {
     const base::Lock lock(mutex);
-    if (!first_error) first_error = std::move(error);
+    if (!cause || (cause_repeats && !repeats)) {
+      cause = std::move(error);
+      cause_repeats = repeats;
+    }
   }
   run->abort_all(of_rank(rank, why));
   run->rendezvous.abandon();
@@ -313,7 +327,7 @@ void ThreadRanks::run(const std::function<void(World&)>& body) {
     impl_->started.notify_all();
     impl_->finished.wait(lock,
                          [&]() TESSERA_REQUIRES(impl_->mutex) { return impl_->running == 0; });
-    error = std::exchange(impl_->first_error, nullptr);
+    error = std::exchange(impl_->cause, nullptr);
   }
   const bool aborted = std::any_of(impl_->worlds.begin(), impl_->worlds.end(),
                                    [](const auto& world) { return world->aborted(); });

@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <barrier>
+#include <chrono>
+#include <thread>
 
 #include "comm/group.h"
 #include "comm/queue.h"
@@ -163,6 +165,28 @@ TEST_P(Failing, AbortedWorldThrowsUntilAllRecover) {
 
 // A thread that comes late aborts what it has seen fail, not what came after it. Naive: an abort of
 // whatever stands now, which ends a step of ranks that have recovered.
+// A module that an exception leaves aborts the World before the exception is at its thread's end.
+TEST_P(Failing, TheCauseIsRethrownThoughARankThatItEndedCameFirst) {
+  std::atomic<bool> told{false};
+  const auto error = thrown_by([&] {
+    pool(GetParam(), 2).run([&](World& world) {
+      if (world.rank() == 1) {
+        world.abort("an exception left the forward");
+        while (!told) std::this_thread::yield();
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the other ends meanwhile
+        throw std::runtime_error("ranks differ");
+      }
+      try {
+        barrier(world.control(), "never");
+      } catch (const Error&) {
+        told = true;
+        throw;
+      }
+    });
+  });
+  EXPECT_EQ(error, "ranks differ");
+}
+
 TEST_P(Failing, AnAbortOfAnEarlierEpochIsIgnored) {
   std::barrier<> all_are_here(3);
   pool(GetParam(), 3).run([&](World& world) {
