@@ -46,6 +46,7 @@ class MoeReference : public ::testing::TestWithParam<Case> {
 };
 
 TEST_P(MoeReference, EveryLayersOutputAgrees) {
+  if (!reference_.has_result("hidden/embed")) GTEST_SKIP() << "the other dtype's folder has them";
   const at::NoGradGuard no_grad;
   const auto model = reference_.model(Reference::Compute::kFloat32);
   at::Tensor x = model->embedding()(reference_.result("input_ids"));
@@ -84,6 +85,7 @@ TEST_P(MoeReference, ImposedRoutingOfTheSameChoiceGivesTheSameBits) {
       (inputs.imposed_routing.back() + 1) % reference_.spec().moe->num_experts;
   EXPECT_FALSE(model->forward(inputs).equal(own)) << "another choice";
   inputs.imposed_routing.pop_back();
+  if (inputs.imposed_routing.empty()) return;  // of one layer: nothing is imposed
   EXPECT_THROW(model->forward(inputs), Error) << "a layer without";
 }
 
