@@ -188,8 +188,8 @@ inline constinit thread_local ThreadHook<comm::Group*(comm::Group* stages)> stag
 inline constinit thread_local ThreadHook<double(double mine, comm::Group* replica)> sum_of_norm;
 /// grad/sink.h, when a gradient was added: the sum as it stands in its slot, to be written to.
 inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)> after_accept;
-/// grad/sink.h, in place of forming a deferred weight gradient: `hand_in` forms it, as often and as late
-/// as a test calls it, while the sink lives.
+/// grad/sink.h, in place of forming a deferred weight gradient: `hand_in` forms it, as often and as
+/// late as a test calls it, while the sink lives.
 inline constinit thread_local ThreadHook<void(const std::string& parameter,
                                               const std::function<void()>& hand_in)>
     hands_in;

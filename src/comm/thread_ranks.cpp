@@ -236,8 +236,8 @@ struct ThreadRanks::Impl {
   std::uint64_t round TESSERA_GUARDED_BY(mutex) = 0;
   int running TESSERA_GUARDED_BY(mutex) = 0;
   bool stopping TESSERA_GUARDED_BY(mutex) = false;
-  /// What run() throws: the first error that is no repetition of why a rank was aborted, which may
-  /// reach its thread's end before the cause does; else the first one.
+  /// The error that run() throws: the first one that does not repeat why its rank was aborted, else
+  /// the first one. A rank that was aborted may end before the one that aborted it.
   std::exception_ptr cause TESSERA_GUARDED_BY(mutex);
   bool cause_repeats TESSERA_GUARDED_BY(mutex) = false;
   std::vector<std::thread> threads;

@@ -78,7 +78,7 @@ using KeyRows = std::vector<KeyRow>;
 struct FamilyTraits {
   std::string_view model_type;    ///< "qwen3"
   std::string_view architecture;  ///< "Qwen3ForCausalLM"
-  /// Of files that name the same classes otherwise ("kimi_k2"); what is written has `model_type`.
+  /// Other names of the same classes in files ("kimi_k2"), which are read; `model_type` is written.
   std::vector<std::string_view> other_model_types = {};
   /// Holds what every model of the family has, and transformers' values for keys that are absent. A
   /// size of 0 has none; head_dim is hidden_size / num_attention_heads then, num_key_value_heads is

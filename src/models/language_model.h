@@ -139,7 +139,8 @@ class WritesText {
   /// the last one. No gradient, nothing gathered: the modules are called past any handle. The first
   /// call of a cache gives the bits of forward's hidden states; later ones differ from it by the
   /// order of additions. Errors: kUsage for more positions than the cache has room for, for those
-  /// with which the text outgrows() its cache, or, in the first call, for a parameter that is neither plain nor frozen and whole on every rank.
+  /// with which the text outgrows() its cache, or, in the first call, for a parameter that is neither
+  /// plain nor frozen and whole on every rank.
   virtual at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache) = 0;
   /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.
   virtual at::Tensor next_logits(const at::Tensor& input_ids) = 0;

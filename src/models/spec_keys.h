@@ -201,8 +201,8 @@ struct RopeAround {
   std::optional<std::int64_t> original_max_position_embeddings = std::nullopt;
   /// The rotary share of a head; none where the family always has the whole head.
   std::optional<double> partial_rotary_factor = std::nullopt;
-  /// Of a family whose records are of kind "longrope" (also as "su" or "yarn", its older names), or
-  /// default: the elements of a head; none in others.
+  /// The elements of a head in a family whose records are of kind "longrope" ("su" and "yarn" are
+  /// older names of it) or default; none in other families.
   std::optional<std::int64_t> long_rope_of_head = std::nullopt;
 };
 

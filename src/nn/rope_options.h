@@ -36,7 +36,7 @@ struct YarnOptions {
   bool operator==(const YarnOptions&) const = default;
 };
 
-/// Of each pair that turns.
+/// Holds a factor for each pair that turns.
 struct LongRopeOptions {
   std::vector<double> short_factor;  ///< of rows that the original context holds
   std::vector<double> long_factor;
@@ -71,7 +71,7 @@ inline std::optional<std::int64_t> longest_short_row(const RopeOptions& rope) {
   return rope.original_max_position_embeddings;
 }
 
-/// What cos and sin are multiplied by, in fp32 before they are rounded: 1 but for yarn and longrope.
+/// The factor of cos and sin, in fp32 before they are rounded: 1 but for yarn and longrope.
 inline double table_factor(const RopeOptions& rope) {
   if (rope.type == RopeType::kLongRope) {
     if (rope.long_rope->attention_factor) return *rope.long_rope->attention_factor;

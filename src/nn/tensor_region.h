@@ -48,7 +48,7 @@ class TensorRegion {
   // Declarations: what a parameter is on the axis, and its raw gradient.
 
   ParameterLayout column(int dim = 0) const;  ///< Shard(0): outputs are a part of all
-  /// Of parts one behind the other along dim 0, with so many rows of all ranks: its share of each.
+  /// Shard(0) of each part: `rows` of all ranks, one part behind the other along dim 0.
   ParameterLayout sections(std::vector<std::int64_t> rows) const;
   ParameterLayout row() const;         ///< Shard(1): inputs are a part of all
   ParameterLayout inside() const;      ///< Replicate, gradient Partial

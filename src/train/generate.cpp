@@ -89,11 +89,10 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
     if (std::ranges::find(options.end_tokens, token) != options.end_tokens.end()) {
       return EndedBy::kEndToken;
     }
-    const std::int64_t length = cache.length();
     text.push_back(token);
-    const bool anew = models::outgrows(spec, length, length + 1);
-    if (anew) cache = model.make_cache(given + most - 1);
-    next = comm::uploaded(row_of(anew ? text : std::vector{token}), options.device);
+    const bool refills = models::outgrows(spec, cache.length(), cache.length() + 1);
+    if (refills) cache = model.make_cache(given + most - 1);
+    next = comm::uploaded(row_of(refills ? text : std::vector{token}), options.device);
   }
   return most < options.max_new_tokens ? EndedBy::kPositions : EndedBy::kCount;
 }

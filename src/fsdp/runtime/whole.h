@@ -22,7 +22,7 @@ at::Tensor whole_of(Runtime& runtime, const Parameter& parameter, const at::Tens
 /// Whether values can be copied out of it: there, dense, and not on the meta device.
 bool has_values(const at::Tensor& tensor);
 
-/// What the rank at `coordinates` holds of the whole parameter, of any shape: its local tensor, flat.
+/// Cuts the local tensor of the rank at `coordinates`, flat, out of the whole parameter's elements.
 at::Tensor local_part(const at::Tensor& whole, const ParameterLayout& layout,
                       const std::vector<std::int64_t>& shape, const std::vector<int>& coordinates);
 

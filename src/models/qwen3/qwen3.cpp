@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kTextOfVl = "qwen3_vl_text";
 
-/// What Qwen3-VL says of its text, with its own values for absent keys.
+/// Makes Qwen3-VL's text_config one of Qwen3, with Qwen3-VL's values for absent keys.
 void as_qwen3(const ConfigReader& keys, nlohmann::json& text) {
   if (text.value("model_type", nlohmann::json(kTextOfVl)) != kTextOfVl) {
     keys.refuse("model_type", concat("\"", kTextOfVl, "\""));
