@@ -278,18 +278,24 @@ class TokenFile:
         self.base.parent.mkdir(parents=True, exist_ok=True)
         self.vocabulary, self.count, self.documents, self.ended, self.kept = vocabulary, 0, 0, 0, 0
         self.dtype, self.code = ("uint16", "H") if vocabulary <= 1 << 16 else ("uint32", "I")
-        self.with_mask, self.labels = with_mask, []
-        self.parts = {ending: open(f"{self.base}.{ending}.tmp", "wb") for ending in self.PARTS
-                      if with_mask or ending not in ("mask.bin", "labels.bin")}
+        self.with_mask, self.labels, self.parts = with_mask, [], {}
+        self.endings = [ending for ending in self.PARTS if with_mask or ending not in ("mask.bin", "labels.bin")]
 
     def __enter__(self):
+        try:  # a signal may come between two files
+            for ending in self.endings:
+                self.parts[ending] = open(f"{self.base}.{ending}.tmp", "wb")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_):
         for part in self.parts.values():
             with contextlib.suppress(OSError):  # what it could not write has been said
                 part.close()
-            pathlib.Path(part.name).unlink(missing_ok=True)  # there where finish() was not reached
+        for ending in self.endings:  # they are there where finish() was not reached
+            pathlib.Path(f"{self.base}.{ending}.tmp").unlink(missing_ok=True)
 
     def put(self, ending, content):
         with writing(self.parts[ending]) as part:
