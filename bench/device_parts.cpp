@@ -199,9 +199,8 @@ std::shared_ptr<Module> child(const Sizes& sizes, const char* name) {
 }
 
 Part attention(const Sizes& sizes) {
-  return of_stream(
-      sizes, "attention", child<nn::SelfAttention>(sizes, "self_attn"),
-      [](nn::SelfAttention& module, const at::Tensor& x) { return module.forward(x); });
+  return of_stream(sizes, "attention", child<nn::TokenMixer>(sizes, "self_attn"),
+                   [](nn::TokenMixer& module, const at::Tensor& x) { return module.forward(x); });
 }
 
 Part mlp(const Sizes& sizes) {

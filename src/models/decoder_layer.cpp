@@ -11,6 +11,7 @@
 #include "nn/attention.h"
 #include "nn/chunked_attention.h"
 #include "nn/mla.h"
+#include "nn/state/delta_net.h"
 
 namespace tessera::models {
 namespace {
@@ -46,13 +47,14 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
   if (spec.granite) options.scale = spec.granite->attention_multiplier;
   if (!family.output_bias) options.output_bias = nn::Bias::kNo;
   if (family.attention_sinks) options.sinks = Options::Sinks::kYes;
+  if (family.attention_gate) options.gate = Options::Gate::kYes;
   if (spec.is_sliding(number)) options.window = spec.sliding_window;
   return options;
 }
 
-std::shared_ptr<nn::SelfAttention> chunked_attention(const ModelSpec& spec, std::int64_t number,
-                                                     const LocalSizes& sizes,
-                                                     std::shared_ptr<nn::Rope> rope) {
+std::shared_ptr<nn::TokenMixer> chunked_attention(const ModelSpec& spec, std::int64_t number,
+                                                  const LocalSizes& sizes,
+                                                  std::shared_ptr<nn::Rope> rope) {
   const ChunkedSpec& chunked = *spec.chunked;
   nn::ChunkedAttentionOptions options{.hidden_size = spec.hidden_size,
                                       .heads = sizes.heads,
@@ -70,9 +72,25 @@ std::shared_ptr<nn::SelfAttention> chunked_attention(const ModelSpec& spec, std:
   return std::make_shared<nn::ChunkedAttention>(options, std::move(rope));
 }
 
-std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::int64_t number,
-                                                  const LocalSizes& sizes,
-                                                  std::shared_ptr<nn::Rope> rope) {
+std::shared_ptr<nn::TokenMixer> delta_net(const ModelSpec& spec, const LocalSizes& sizes) {
+  const DeltaNetSpec& linear = *spec.delta_net;
+  return std::make_shared<nn::DeltaNet>(
+      nn::DeltaNetOptions{.hidden_size = spec.hidden_size,
+                          .key_heads = sizes.linear_key_heads,
+                          .value_heads = sizes.linear_value_heads,
+                          .key_dim = linear.linear_key_head_dim,
+                          .value_dim = linear.linear_value_head_dim,
+                          .conv_width = linear.linear_conv_kernel_dim,
+                          .norm_eps = spec.rms_norm_eps,
+                          .region = sizes.axes.tensor,
+                          .projections = traits(spec.family).delta_projections_apart
+                                             ? nn::DeltaNetOptions::Projections::kApart
+                                             : nn::DeltaNetOptions::Projections::kByKeyHead});
+}
+
+std::shared_ptr<nn::TokenMixer> make_attention(const ModelSpec& spec, std::int64_t number,
+                                               const LocalSizes& sizes,
+                                               std::shared_ptr<nn::Rope> rope) {
   if (spec.chunked) return chunked_attention(spec, number, sizes, std::move(rope));
   if (!spec.mla) {
     return std::make_shared<nn::Attention>(attention_options(spec, number, sizes), std::move(rope));
@@ -103,7 +121,9 @@ std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::Tenso
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope)
     : number_(number), is_alone_(sizes.axes.tensor.size() == 1) {
-  self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
+  mixer_ = spec.is_linear(number)
+               ? register_module("linear_attn", delta_net(spec, sizes))
+               : register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
   const FamilyTraits& family = traits(spec.family);
   if (spec.is_moe(number)) {
     moe_ =
@@ -199,12 +219,12 @@ std::vector<at::Tensor> DecoderLayer::behind_attention(const at::Tensor& x,
 std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x,
                                                          const nn::Documents& documents) {
   return behind_attention(
-      x, self_attn_->forward(before_attention_ ? before_attention_->forward(x) : x, documents));
+      x, mixer_->forward(before_attention_ ? before_attention_->forward(x) : x, documents));
 }
 
 at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
   const at::Tensor attended =
-      self_attn_->decode(before_attention_ ? before_attention_->forward(x) : x, cache);
+      mixer_->decode(before_attention_ ? before_attention_->forward(x) : x, cache);
   const std::vector<at::Tensor> halves = behind_attention(x, attended);
   return feed_forward(halves[0], halves[1], {}).x;
 }

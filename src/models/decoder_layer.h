@@ -1,7 +1,8 @@
-// One layer of a decoder-only model: attention and an MLP or a mixture of experts, each behind a
-// norm and beside the residual stream.
+// One layer of a decoder-only model: attention, or a layer with a state, and an MLP or a mixture of
+// experts, each behind a norm and beside the residual stream.
 //
-// Which attention a family has is read off its FamilyTraits in decoder_layer.cpp. Short symbols: B
+// Which of them a layer has is read off the spec's layer types and the FamilyTraits in
+// decoder_layer.cpp. Short symbols: B
 // rows, T positions. Next: ../nn/attention.h, moe_layer.h.
 #pragma once
 
@@ -18,11 +19,11 @@
 #include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
-#include "nn/attention.h"
 #include "nn/documents.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
+#include "nn/token_mixer.h"
 #include "tessera/recompute_mode.h"
 
 namespace tessera::models {
@@ -52,12 +53,12 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
     }
   };
   /// x [B, T, hidden] of the stream -> the same shape and dtype. What is asked of the router is
-  /// without effect in a layer without experts. Documents as nn::SelfAttention::forward.
+  /// without effect in a layer without experts. Documents as nn::TokenMixer::forward.
   Output forward(const at::Tensor& x, const RoutingRequest& request,
                  const nn::Documents& documents = {});
 
   bool has_experts() const { return moe_ != nullptr; }
-  /// As nn::SelfAttention::decode.
+  /// As nn::TokenMixer::decode.
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:
@@ -70,7 +71,7 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
                       const RoutingRequest& request);
 
   std::int64_t number_;
-  std::shared_ptr<nn::SelfAttention> self_attn_;
+  std::shared_ptr<nn::TokenMixer> mixer_;
   std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts
   std::shared_ptr<MoeLayer> moe_;  // null in a layer without
   // Null where the family has none there (NormPlacement).

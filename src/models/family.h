@@ -29,6 +29,9 @@ struct KeepInFloat32 {
   /// _keep_in_fp32_modules_strict of NeMo Automodel's class, where transformers' has none: of
   /// routers, so of models with experts only.
   std::vector<std::string> routers = {};
+  /// What decays the states of linear layers, where transformers' class has no list: NeMo Automodel
+  /// keeps it in fp32 (FP32_GDN_PARAM_NAMES), so of models with such layers.
+  std::vector<std::string> states = {};
   /// `strict` is of routers: a model of the family whose layers are all dense has nothing of it.
   bool strict_of_routers = false;
 };
@@ -110,6 +113,7 @@ struct FamilyTraits {
   std::string_view router_module = {};
   std::string_view mlp_module = "mlp";                ///< of a layer without experts
   std::string_view shared_module = "shared_experts";  ///< inside it, where there are some
+  std::string_view shared_gate_module = "shared_expert_gate";
   MoeNames moe_names = {};
   KeepInFloat32 pins = {};
   /// What is frozen where the config's model.freeze is not given.
@@ -122,10 +126,14 @@ struct FamilyTraits {
   bool qk_norm = false;             ///< of queries and keys, per head, before rope
   bool qk_norm_over_heads = false;  ///< the q/k norm is of all heads together, not of each
   bool attention_sinks = false;     ///< one a head
-  bool output_bias = true;          ///< attention_bias holds for o_proj, too
-  bool gelu_mlp = false;            ///< the MLP's gate is GELU's tanh form, not SiLU
-  bool scaled_embedding = false;    ///< times sqrt(hidden_size), rounded to the embedding's dtype
-  bool learned_positions = false;   ///< there are no others than max_position_embeddings
+  /// q_proj gives a gate beside the query of each head; its sigmoid multiplies what the head gives.
+  bool attention_gate = false;
+  /// Of linear attention: queries, keys and values have a matrix, gates and rates one each.
+  bool delta_projections_apart = false;
+  bool output_bias = true;         ///< attention_bias holds for o_proj, too
+  bool gelu_mlp = false;           ///< the MLP's gate is GELU's tanh form, not SiLU
+  bool scaled_embedding = false;   ///< times sqrt(hidden_size), rounded to the embedding's dtype
+  bool learned_positions = false;  ///< there are no others than max_position_embeddings
   /// q, k and v are rows of one matrix (qkv_proj), gate and up of another (gate_up_proj).
   bool fused_projections = false;
   bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made

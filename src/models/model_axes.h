@@ -35,6 +35,8 @@ struct ModelAxes {
 struct LocalSizes {
   std::int64_t heads = 0;
   std::int64_t kv_heads = 0;
+  std::int64_t linear_key_heads = 0;  ///< of layers with a state, as the value heads
+  std::int64_t linear_value_heads = 0;
   std::int64_t intermediate_size = 0;
   std::int64_t experts = 0;
   std::int64_t moe_intermediate_size = 0;
@@ -51,6 +53,10 @@ inline LocalSizes local_sizes(const ModelSpec& spec, const ModelAxes& axes = {})
                    .intermediate_size = spec.intermediate_size / tp,
                    .vocab_size = spec.vocab_size / tp,
                    .axes = axes};
+  if (spec.delta_net) {
+    sizes.linear_key_heads = spec.delta_net->linear_num_key_heads / tp;
+    sizes.linear_value_heads = spec.delta_net->linear_num_value_heads / tp;
+  }
   if (spec.moe) {
     sizes.experts = spec.moe->num_experts / axes.degrees.ep;
     sizes.moe_intermediate_size = spec.moe->moe_intermediate_size / axes.degrees.etp;

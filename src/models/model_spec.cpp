@@ -55,6 +55,16 @@ double latent_attention_size(const ModelSpec& spec) {
   return hidden * latents + heads * latents + 2 * heads * hidden;
 }
 
+/// The products of a layer with a state, and the filters of its convolution.
+double linear_attention_size(const ModelSpec& spec) {
+  const DeltaNetSpec& linear = *spec.delta_net;
+  const auto d = [](std::int64_t n) { return static_cast<double>(n); };
+  const double keys = d(linear.linear_num_key_heads) * d(linear.linear_key_head_dim);
+  const double values = d(linear.linear_num_value_heads) * d(linear.linear_value_head_dim);
+  return d(spec.hidden_size) * (2 * keys + 3 * values + 2 * d(linear.linear_num_value_heads)) +
+         d(linear.linear_conv_kernel_dim) * (2 * keys + values);
+}
+
 /// In floating point, which cannot overflow.
 void check_total_size(const ModelSpec& spec) {
   const auto d = [](std::int64_t n) { return static_cast<double>(n); };
@@ -62,6 +72,7 @@ void check_total_size(const ModelSpec& spec) {
       spec.mla ? latent_attention_size(spec)
                : d(spec.hidden_size) * d(spec.head_dim) *
                      (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
+  const double linear = spec.delta_net ? linear_attention_size(spec) : 0.0;
   double inner = d(spec.intermediate_size);
   if (spec.moe) {
     // Descriptions hold a name for each of the files' tensors.
@@ -75,7 +86,7 @@ void check_total_size(const ModelSpec& spec) {
   }
   const double mlp = 3 * d(spec.hidden_size) * inner;
   const double embeddings = 2 * d(spec.hidden_size) * d(spec.vocab_size);
-  const double total = d(spec.num_hidden_layers) * (attention + mlp) + embeddings;
+  const double total = d(spec.num_hidden_layers) * (attention + linear + mlp) + embeddings;
   check_total(total);
 }
 
@@ -236,9 +247,23 @@ RoutedExperts routed_experts(const ModelSpec& spec) {
   return routed;
 }
 
+namespace {
+
+/// Every position reads and writes one state, which costs as much as so many positions behind a
+/// window of one would.
+LayerAttention linear_attention_of(const ModelSpec& spec) {
+  const DeltaNetSpec& linear = *spec.delta_net;
+  constexpr std::int64_t kProducts = 3;  // what is read of it, what is known already, what is added
+  const std::int64_t state = linear.value_size() * linear.linear_key_head_dim;
+  return {kProducts * state / spec.num_attention_heads, 1};
+}
+
+}  // namespace
+
 LayerAttention attention_of(const ModelSpec& spec, std::int64_t layer) {
   const auto own = traits(spec.family).attention_of;
   if (own != nullptr) return own(spec, layer);
+  if (spec.is_linear(layer)) return linear_attention_of(spec);
   LayerAttention of{spec.attended_dims()};
   if (spec.is_sliding(layer)) of.window = spec.sliding_window;
   return of;
@@ -290,6 +315,10 @@ void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
     check_divides(kTp, tp, "the inner size of shared experts", spec.moe->shared_intermediate_size);
   }
   for (const std::int64_t heads : key_value_heads(spec)) check_heads(heads, tp);
+  // A state belongs to one rank, with the key head that reads it.
+  if (spec.delta_net) {
+    check_divides(kTp, tp, "linear_num_key_heads", spec.delta_net->linear_num_key_heads);
+  }
   // Ranks that share a key head would hold different gradients of parts of one matrix.
   if (traits(spec.family).fused_projections) {
     check_divides(kTp, tp, "num_key_value_heads", spec.num_key_value_heads);

@@ -63,8 +63,9 @@ struct ModelSpec {
   std::string tessera_tokenizer = {};     ///< "bytes" for a model trained on raw bytes, else empty
   std::optional<Gemma4Spec> gemma4 = {};  ///< of Gemma 4, and of no other family
   std::optional<MoeSpec> moe = {};        ///< of a family whose layers have experts
-  std::optional<ChunkedSpec> chunked = {};  ///< of attention in chunks
-  std::optional<MlaSpec> mla = {};          ///< of latent attention; head_dim is what rope turns
+  std::optional<ChunkedSpec> chunked = {};     ///< of attention in chunks
+  std::optional<MlaSpec> mla = {};             ///< of latent attention; head_dim is what rope turns
+  std::optional<DeltaNetSpec> delta_net = {};  ///< of linear attention
   /// Of sliding layers, where they have another rope than full ones (`rope`).
   std::optional<nn::RopeOptions> sliding_rope = {};
   /// Scores are divided by its root; none = head_dim.
@@ -80,6 +81,10 @@ struct ModelSpec {
   bool is_chunked(std::int64_t layer) const {
     return !layer_types.empty() &&
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kChunked;
+  }
+  bool is_linear(std::int64_t layer) const {
+    return !layer_types.empty() &&
+           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kLinear;
   }
   bool has_rope(std::int64_t layer) const {
     return std::ranges::find(layers_without_rope, layer) == layers_without_rope.end();

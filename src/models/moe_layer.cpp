@@ -265,6 +265,19 @@ MoeLayer::MoeLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes&
       register_module(std::string(traits(spec.family).shared_module),
                       std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
                                                 nn::Bias::kNo, region));
+  if (!spec.moe->shared_gate) return;
+  // On shards of the tokens, or in front of addends, as the router.
+  shared_gate_ = register_module(
+      std::string(traits(spec.family).shared_gate_module),
+      std::make_shared<nn::Linear>(spec.hidden_size, 1, nn::Bias::kNo, nn::inside(region)));
+}
+
+at::Tensor MoeLayer::shared(const at::Tensor& x, const at::Tensor& entered) {
+  // With a sum at the exit the shared experts' addends go along.
+  const bool is_addend = tokens_.sums_at_exit();
+  const at::Tensor given =
+      is_addend ? shared_experts_->addend(entered) : shared_experts_->forward(x);
+  return shared_gate_ ? shared_gate_->forward(is_addend ? entered : x).sigmoid() * given : given;
 }
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
@@ -275,17 +288,13 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   const moe::Routing routing = router_->route(
       router_->scores(routed), tokens_.values_of_routed(request.imposed, x.size(0), x.size(1)),
       expert_bias());
-  at::Tensor shared;
-  const auto run_shared = [&] {
-    // With a sum at the exit the shared experts' addends go along.
-    shared =
-        tokens_.sums_at_exit() ? shared_experts_->addend(entered) : shared_experts_->forward(x);
-  };
+  at::Tensor beside;
+  const auto run_shared = [&] { beside = shared(x, entered); };
   const at::Tensor given = experts_->forward(
       tokens_.sent(routed), tokens_.sent(routing),
       shared_experts_ ? std::function<void()>(run_shared) : std::function<void()>());
   at::Tensor y = tokens_.returned(given, entered.sizes());
-  if (shared_experts_) y = y + shared;
+  if (shared_experts_) y = y + beside;
   return {tokens_.leave(y), tokens_.counted(load_of(
                                 routing, request.statistics,
                                 tokens_.values_of_routed(request.fillers, x.size(0), x.size(1))))};

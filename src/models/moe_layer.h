@@ -89,10 +89,14 @@ class MoeLayer : public torch::nn::Module, public HasExpertBias {
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 
  private:
+  /// What the shared experts give: of the stream, or an addend where the exit sums.
+  at::Tensor shared(const at::Tensor& x, const at::Tensor& entered);
+
   ExpertTokens tokens_;
   std::shared_ptr<ExpertRouter> router_;
   std::shared_ptr<ExpertBank> experts_;
   std::shared_ptr<nn::Mlp> shared_experts_;  // null without
+  std::shared_ptr<nn::Linear> shared_gate_;  // of what they give; null without
 };
 
 }  // namespace tessera::models

@@ -213,27 +213,43 @@ std::optional<DType> read_dtype(ConfigReader& keys) {
   return result;
 }
 
-void read_layer_types(ConfigReader& keys, ModelSpec& spec) {
+namespace {
+
+const char* word_of(LayerType type) {
+  switch (type) {
+    case LayerType::kSliding:
+      return kSlidingAttention;
+    case LayerType::kChunked:
+      return kChunkedAttention;
+    case LayerType::kFull:
+      return kFullAttention;
+    case LayerType::kLinear:
+      return kLinearAttention;
+  }
+  TESSERA_INVARIANT(false, "a type of layers without a name");
+}
+
+}  // namespace
+
+void read_layer_types(ConfigReader& keys, ModelSpec& spec, LayerType other) {
   const nlohmann::json* types = keys.take("layer_types");
   if (types == nullptr) return;
   const std::string expected = concat("a list of ", spec.num_hidden_layers, " times \"",
-                                      kSlidingAttention, "\" or \"", kFullAttention, "\"");
+                                      word_of(other), "\" or \"", kFullAttention, "\"");
   if (!types->is_array() || std::cmp_not_equal(types->size(), spec.num_hidden_layers)) {
     keys.refuse("layer_types", expected);
   }
   for (std::size_t i = 0; i < types->size(); ++i) {
     const nlohmann::json& type = (*types)[i];
-    TESSERA_CHECK(type == kSlidingAttention || type == kFullAttention, ErrorKind::kConfig,
+    TESSERA_CHECK(type == word_of(other) || type == kFullAttention, ErrorKind::kConfig,
                   "config.json layer_types: found ", shown(type), ", expected ", expected);
-    spec.layer_types[i] = type == kSlidingAttention ? LayerType::kSliding : LayerType::kFull;
+    spec.layer_types[i] = type == kFullAttention ? LayerType::kFull : other;
   }
 }
 
 Json layer_types_json(const ModelSpec& spec) {
   auto json = Json::array();
-  for (const LayerType type : spec.layer_types) {
-    json.push_back(type == LayerType::kSliding ? kSlidingAttention : kFullAttention);
-  }
+  for (const LayerType type : spec.layer_types) json.push_back(word_of(type));
   return json;
 }
 
@@ -279,6 +295,19 @@ std::vector<bool> read_rope_layers(ConfigReader& keys, std::int64_t layers) {
   if (!is_one_each) keys.refuse("no_rope_layers", concat("a list of ", layers, " times 0 or 1"));
   for (const nlohmann::json& each : *list) have_rope.push_back(each == 1);
   return have_rope;
+}
+
+void check_turned_part(ConfigReader& keys, const ModelSpec& spec) {
+  const std::int64_t turned = spec.turned_dim();
+  if (turned == 0 || turned % 2 != 0) {
+    keys.refuse("partial_rotary_factor",
+                concat("a part of head_dim = ", spec.head_dim, " that turns in pairs"));
+  }
+}
+
+KeyRow turned_part_row() {
+  return written({"partial_rotary_factor"},
+                 [](const ModelSpec& spec) { return spec.rope.partial_rotary_factor; });
 }
 
 void read_activation(ConfigReader& keys, ModelSpec& /*spec*/) {

@@ -52,6 +52,7 @@ auto part_of(Spec& spec) {
   if constexpr (std::is_same_v<Part, ModelSpec>) return &spec;
   if constexpr (std::is_same_v<Part, MoeSpec>) return in(spec.moe);
   if constexpr (std::is_same_v<Part, MlaSpec>) return in(spec.mla);
+  if constexpr (std::is_same_v<Part, DeltaNetSpec>) return in(spec.delta_net);
   if constexpr (std::is_same_v<Part, ChunkedSpec>) return in(spec.chunked);
   if constexpr (std::is_same_v<Part, Gpt2Spec>) return in(spec.gpt2);
   if constexpr (std::is_same_v<Part, GraniteSpec>) return in(spec.granite);
@@ -152,8 +153,9 @@ Json written_by(const KeyRows& rows, const ModelSpec& spec);
 /// Of `dtype` and `torch_dtype`, which must agree.
 std::optional<DType> read_dtype(ConfigReader& keys);
 
-/// Into spec.layer_types, which holds what an absent key means. Errors: kConfig.
-void read_layer_types(ConfigReader& keys, ModelSpec& spec);
+/// Into spec.layer_types, which holds what an absent key means: layers are full or of `other`. Errors:
+/// kConfig.
+void read_layer_types(ConfigReader& keys, ModelSpec& spec, LayerType other = LayerType::kSliding);
 Json layer_types_json(const ModelSpec& spec);
 
 /// One window for all layers.
@@ -170,6 +172,11 @@ KeyRows optional_window_rows();
 /// no_rope_layers: of each layer whether it has rope (1). Where the list is absent or empty, every
 /// no_rope_layer_interval-th has none. Errors: kConfig.
 std::vector<bool> read_rope_layers(ConfigReader& keys, std::int64_t layers);
+
+/// Refuses a partial_rotary_factor that leaves no even number of elements to turn. Errors: kConfig.
+void check_turned_part(ConfigReader& keys, const ModelSpec& spec);
+/// partial_rotary_factor, which read_rope() reads.
+KeyRow turned_part_row();
 
 /// hidden_act of an MLP whose gate is SiLU.
 void read_activation(ConfigReader& keys, ModelSpec& spec);

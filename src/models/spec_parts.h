@@ -1,7 +1,7 @@
-// The records that a ModelSpec is made of, as a config.json gives them: how far back a layer's
-// attention looks (LayerType), latent attention (MlaSpec), a mixture of experts (MoeSpec) of a
-// family whose layers have one in the place of the MLP or beside it, and what a batch must know of
-// a model that sees images (ImageTokens).
+// The records that a ModelSpec is made of, as a config.json gives them: what a layer sees of the
+// positions before (LayerType), latent attention (MlaSpec), linear attention (DeltaNetSpec), a
+// mixture of experts (MoeSpec) of a family whose layers have one in the place of the MLP or beside
+// it, and what a batch must know of a model that sees images (ImageTokens).
 //
 // Pure. Next: model_spec.h, moe_layer.h, patch_grid.h.
 #pragma once
@@ -12,17 +12,19 @@
 
 namespace tessera::models {
 
-/// How far back the attention of one layer looks.
+/// What one layer sees of the positions before.
 enum class LayerType : std::uint8_t {
   kSliding,  ///< query i sees key j where i - window < j <= i
   kChunked,  ///< query i sees key j where j <= i and both lie in one chunk of positions
   kFull,
+  kLinear,  ///< a state of fixed size that every position changes (nn/state/delta_net.h)
 };
 
 // As transformers' `layer_types` spell them.
 inline constexpr const char* kSlidingAttention = "sliding_attention";
 inline constexpr const char* kChunkedAttention = "chunked_attention";
 inline constexpr const char* kFullAttention = "full_attention";
+inline constexpr const char* kLinearAttention = "linear_attention";
 
 /// Of Llama 4's attention (nn/chunked_attention.h): chunked layers turn their heads, full ones warm
 /// their queries. The fields carry the names of the file's keys.
@@ -45,6 +47,19 @@ struct MlaSpec {
 
   std::int64_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
   bool operator==(const MlaSpec&) const = default;
+};
+
+/// Of layers of kind kLinear (nn/state/delta_net.h). The fields carry the names of the file's keys.
+struct DeltaNetSpec {
+  std::int64_t linear_conv_kernel_dim = 4;
+  std::int64_t linear_key_head_dim = 128;
+  std::int64_t linear_value_head_dim = 128;
+  std::int64_t linear_num_key_heads = 16;
+  std::int64_t linear_num_value_heads = 32;  ///< a multiple of the key heads
+
+  std::int64_t key_size() const { return linear_num_key_heads * linear_key_head_dim; }
+  std::int64_t value_size() const { return linear_num_value_heads * linear_value_head_dim; }
+  bool operator==(const DeltaNetSpec&) const = default;
 };
 
 /// The shares that GPT-2's config.json says are dropped: kept for readers of the folder that is
@@ -100,6 +115,8 @@ struct MoeSpec {
   std::int64_t moe_intermediate_size = 0;
   /// Width of the one MLP that every token goes through besides; 0 = none.
   std::int64_t shared_intermediate_size = 0;
+  /// What that MLP gives is multiplied by the sigmoid of one product a token.
+  bool shared_gate = false;
 
   ExpertScores scores = ExpertScores::kSoftmaxOfAll;
   RouterDtype router_dtype = RouterDtype::kWeight;

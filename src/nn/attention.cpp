@@ -78,7 +78,8 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
     add_fused_projections();
   } else {
     std::tie(q_proj_, k_proj_, v_proj_, o_proj_) =
-        add_projections(*this, options, options.output_bias.value_or(options.bias));
+        add_projections(*this, options, options.output_bias.value_or(options.bias),
+                        options.gate == AttentionOptions::Gate::kYes ? 2 : 1);
   }
   add_norms();
   if (options.sinks == AttentionOptions::Sinks::kYes) {
@@ -122,12 +123,17 @@ double Attention::scale() const {
   return options_.scale.value_or(1.0 / std::sqrt(static_cast<double>(options_.head_dim)));
 }
 
-std::array<at::Tensor, 3> Attention::products(const at::Tensor& x) const {
-  if (!qkv_proj_) return {q_proj_->forward(x), k_proj_->forward(x), v_proj_->forward(x)};
+Attention::Products Attention::products(const at::Tensor& x) const {
+  if (!qkv_proj_) {
+    Products of_x{q_proj_->forward(x), k_proj_->forward(x), v_proj_->forward(x), {}};
+    if (options_.gate == AttentionOptions::Gate::kNo) return of_x;
+    const auto both = of_x.q.unflatten(2, {options_.heads, 2, options_.head_dim}).unbind(3);
+    return {both[0].flatten(2), of_x.k, of_x.v, both[1].flatten(2)};
+  }
   const std::int64_t kv_size = options_.kv_heads * options_.head_dim;
   const auto parts = qkv_proj_->forward(x).split_with_sizes(
       {options_.heads * options_.head_dim, kv_size, kv_size}, -1);
-  return {parts[0], parts[1], parts[2].contiguous()};
+  return {parts[0], parts[1], parts[2].contiguous(), {}};
 }
 
 Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table) {
@@ -146,10 +152,10 @@ Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table)
   };
   const HeadLayout queries{.heads = options_.heads, .repeat = options_.heads / options_.kv_heads};
   const HeadLayout keys{.heads = options_.kv_heads};
-  auto [query, key, value] = products(x);
+  auto [query, key, value, gate] = products(x);
   at::Tensor q = heads_of(std::move(query), q_norm_, queries);
   at::Tensor k = heads_of(std::move(key), k_norm_, keys);
-  return {std::move(q), std::move(k), std::move(value)};
+  return {std::move(q), std::move(k), std::move(value), std::move(gate)};
 }
 
 bool Attention::is_plain(std::int64_t positions) const {
@@ -161,7 +167,8 @@ at::Tensor Attention::forward(const at::Tensor& x, const Documents& documents) {
   const auto mixed = [this](const Tensors& in) {
     const at::Tensor& all = in[0];
     const Documents of_rows{in[1]};
-    return attend(project(all, table_of(of_rows, *rope_, all)), of_rows);
+    const Heads heads = project(all, table_of(of_rows, *rope_, all));
+    return gated(attend(heads, of_rows), heads);
   };
   const Tensors entered{options_.region.enter(x), documents.starts};
   if (options_.qk_norm == AttentionOptions::QkNorm::kAllHeads && options_.region.size() > 1) {
@@ -183,23 +190,32 @@ at::Tensor Attention::attend(const Heads& heads, const Documents& documents) con
                             {options_.window, sinks_, documents.starts}, scale());
 }
 
+at::Tensor Attention::gated(const at::Tensor& attended, const Heads& heads) {
+  return heads.gate.defined() ? attended * heads.gate.sigmoid() : attended;
+}
+
 at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
   const at::NoGradGuard no_grad;
   const std::int64_t begin = cache.length();
   const Heads heads = project(x, turns_from(*rope_, begin, cache.capacity(), x, x.scalar_type()));
   cache.append(heads.k, heads.v);
-  if (begin == 0) return o_proj_->forward(attend(heads, {}));
-  return o_proj_->forward(is_plain(cache.length())
-                              ? cached_attention(heads.q, cache.keys(), cache.values(), scale())
-                              : windowed_attention(heads.q, cache.keys(), cache.values(),
-                                                   {options_.window, sinks_}, scale()));
+  if (begin == 0) return o_proj_->forward(gated(attend(heads, {}), heads));
+  const at::Tensor attended = is_plain(cache.length())
+                                  ? cached_attention(heads.q, cache.keys(), cache.values(), scale())
+                                  : windowed_attention(heads.q, cache.keys(), cache.values(),
+                                                       {options_.window, sinks_}, scale());
+  return o_proj_->forward(gated(attended, heads));
+}
+
+void KvCache::advance(std::int64_t added) {
+  TESSERA_CHECK(added <= capacity_ - length_, ErrorKind::kUsage, "key-value cache: found ", added,
+                " new positions after ", length_, ", expected at most ", capacity_, " in all");
+  length_ += added;
 }
 
 void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
   const std::int64_t rows = keys.size(0), groups = keys.size(1), added = keys.size(2),
-                     head_dim = keys.size(4);
-  TESSERA_CHECK(added <= capacity_ - length_, ErrorKind::kUsage, "key-value cache: found ", added,
-                " new positions after ", length_, ", expected at most ", capacity_, " in all");
+                     head_dim = keys.size(4), before = length_;
   if (!keys_.defined()) {
     keys_ = at::empty({rows, groups, capacity_, head_dim}, keys.options());
     if (values.defined()) values_ = at::empty_like(keys_);
@@ -209,12 +225,12 @@ void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
                 ErrorKind::kUsage, "key-value cache: found keys ", keys.sizes(), " ",
                 keys.scalar_type(), ", expected rows, heads and dtype of ", keys_.sizes(), " ",
                 keys_.scalar_type());
-  keys_.narrow(2, length_, added).copy_(keys.squeeze(3));
+  advance(added);
+  keys_.narrow(2, before, added).copy_(keys.squeeze(3));
   if (values.defined()) {
-    values_.narrow(2, length_, added)
+    values_.narrow(2, before, added)
         .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
   }
-  length_ += added;
 }
 
 }  // namespace tessera::nn

@@ -1,19 +1,13 @@
-// SelfAttention: what a decoder layer needs of its attention, whatever its form; KvCache: keys and
-// values of the positions that one attention layer has already seen; and causal self-attention with
-// grouped key and value heads.
+// Causal self-attention with grouped key and value heads.
 //
 // Softmax is fp32; keys behind a query's position do not exist. Batches without rows run forward
-// and backward. A token that is decoded needs of all earlier ones their keys and values and nothing
-// else. Memory for every position is taken at the first append, so that decoding allocates nothing
-// that grows. The cache is not for training: nothing in it has a gradient. Short symbols: B rows, T
-// (new) positions, N all positions so far, G key/value heads, R query heads of each (H = G*R in
-// all), D head_dim. Next: mla.h, mlp.h.
+// and backward. Short symbols: B rows, T (new) positions, N all positions so far, G key/value
+// heads, R query heads of each (H = G*R in all), D head_dim. Next: mla.h, mlp.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -25,40 +19,9 @@
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
 #include "nn/tensor_region.h"
+#include "nn/token_mixer.h"
 
 namespace tessera::nn {
-
-class KvCache {
- public:
-  explicit KvCache(std::int64_t capacity) : capacity_(capacity) {}
-
-  std::int64_t length() const { return length_; }      ///< N
-  std::int64_t capacity() const { return capacity_; }  ///< most positions
-
-  /// keys [B, G, T, 1, D] as rope_heads gives them, values [B, T, G*D]; undefined: there are keys
-  /// alone, always (mla.h, whose values are a part of them). Errors: kUsage where they are more than
-  /// there is room for, or of another B, G, D or dtype than before.
-  void append(const at::Tensor& keys, const at::Tensor& values);
-
-  at::Tensor keys() const { return keys_.narrow(2, 0, length_); }      ///< view [B, G, N, D]
-  at::Tensor values() const { return values_.narrow(2, 0, length_); }  ///< view [B, G, N, D]
-
- private:
-  std::int64_t capacity_;
-  std::int64_t length_ = 0;
-  at::Tensor keys_, values_;  // [B, G, capacity, D]
-};
-
-class SelfAttention : public PlacedModule {
- public:
-  /// x [B, T, hidden] of the stream -> the same shape and dtype. Documents are of all positions,
-  /// whatever part of them the stream has.
-  virtual at::Tensor forward(const at::Tensor& x, const Documents& documents) = 0;
-  at::Tensor forward(const at::Tensor& x) { return forward(x, {}); }
-  /// The same for positions that follow those of the cache, which they join. No gradient. Errors:
-  /// as KvCache::append.
-  virtual at::Tensor decode(const at::Tensor& x, KvCache& cache) = 0;
-};
 
 /// q [B, G, T, R, D], k [B, G, T, 1, D] (both as rope_heads gives them), v [B, T, G*D] -> [B, T,
 /// H*D]. The D of v, and of the result, may be another. The mask has no sinks: its scores have the
@@ -93,15 +56,17 @@ struct AttentionOptions {
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
   NormRounding norm_rounding = NormRounding::kBeforeWeight;  ///< of the q/k norm, as its factor
   NormFactor norm_factor = NormFactor::kWeight;
+  /// q_proj gives a gate behind the query of each head, whose sigmoid multiplies what the head gives.
+  enum class Gate : std::uint8_t { kNo, kYes } gate = Gate::kNo;
   std::optional<double> scale = std::nullopt;  ///< of scores; none = 1 / sqrt(head_dim)
   /// q, k and v are rows of one matrix, "qkv_proj"; the ranks divide the key and value heads then.
   enum class Projections : std::uint8_t { kApart, kFused } projections = Projections::kApart;
 };
 
-class Attention : public SelfAttention {
+class Attention : public TokenMixer {
  public:
   Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope);
-  using SelfAttention::forward;
+  using TokenMixer::forward;
   at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
@@ -110,15 +75,20 @@ class Attention : public SelfAttention {
   struct Heads {
     at::Tensor q, k;  ///< as causal_attention takes them
     at::Tensor v;
+    at::Tensor gate;  ///< [B, T, H*D], or undefined
   };
   void add_fused_projections();
   void add_norms();
-  /// Queries, keys and values of x, [B, T, heads * D] each.
-  std::array<at::Tensor, 3> products(const at::Tensor& x) const;
+  struct Products {
+    at::Tensor q, k, v;  ///< [B, T, heads * D] each
+    at::Tensor gate;     ///< as q, or undefined
+  };
+  Products products(const at::Tensor& x) const;
   Heads project(const at::Tensor& x, const RopeTable& table);
   /// Neither sinks nor keys beyond the window.
   bool is_plain(std::int64_t positions) const;
   at::Tensor attend(const Heads& heads, const Documents& documents) const;
+  static at::Tensor gated(const at::Tensor& attended, const Heads& heads);
   double scale() const;
 
   AttentionOptions options_;

@@ -18,9 +18,10 @@
 namespace tessera::nn {
 
 /// q_proj, k_proj, v_proj and o_proj, registered in `layer`: of AttentionOptions, or of others with
-/// heads of such names.
+/// heads of such names. q_proj gives `parts` results of a head's size for each head.
 template <class Options>
-auto add_projections(torch::nn::Module& layer, const Options& options, Bias output_bias) {
+auto add_projections(torch::nn::Module& layer, const Options& options, Bias output_bias,
+                     std::int64_t parts = 1) {
   const TensorRegion& region = options.region;
   const std::int64_t q_size = options.heads * options.head_dim;
   const std::int64_t kv_size = options.kv_heads * options.head_dim;
@@ -30,7 +31,7 @@ auto add_projections(torch::nn::Module& layer, const Options& options, Bias outp
         std::make_shared<Linear>(options.hidden_size, out, options.bias, std::move(placement)));
   };
   // In this order: it is that of the model's parameters.
-  auto q = input("q_proj", q_size, column_parallel(region));
+  auto q = input("q_proj", parts * q_size, column_parallel(region));
   auto k = input("k_proj", kv_size, by_heads(region, options.all_kv_heads));
   auto v = input("v_proj", kv_size, by_heads(region, options.all_kv_heads));
   auto o = layer.register_module(

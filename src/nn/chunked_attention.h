@@ -43,10 +43,10 @@ struct ChunkedAttentionOptions {
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
 };
 
-class ChunkedAttention : public SelfAttention {
+class ChunkedAttention : public TokenMixer {
  public:
   ChunkedAttention(const ChunkedAttentionOptions& options, std::shared_ptr<Rope> rope);
-  using SelfAttention::forward;
+  using TokenMixer::forward;
   at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;

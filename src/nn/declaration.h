@@ -20,10 +20,17 @@ enum class InitKind : std::uint8_t {
   kOnes,
   kZeros,
   kUniform,  ///< within 1 / sqrt(inputs) of 0, inputs being the last dim of the whole parameter
+  kLogOfUniform,  ///< the logarithm of a number from 0.01 to 16
 };
 
 /// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.
-enum class DecayClass : std::uint8_t { kMatrix, kEmbedding, kNorm, kBias };
+enum class DecayClass : std::uint8_t {
+  kMatrix,
+  kEmbedding,
+  kNorm,
+  kBias,
+  kConvolution,  ///< a filter a channel, which is no matrix
+};
 
 struct Declaration {
   ParameterLayout layout = {};  ///< beyond the data axes

@@ -38,11 +38,11 @@ struct MlaOptions {
   TensorRegion region = {};
 };
 
-class Mla : public SelfAttention {
+class Mla : public TokenMixer {
  public:
   /// `rope` turns qk_rope_head_dim elements.
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
-  using SelfAttention::forward;
+  using TokenMixer::forward;
   at::Tensor forward(const at::Tensor& stream, const Documents& documents) override;
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;

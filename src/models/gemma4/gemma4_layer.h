@@ -50,7 +50,7 @@ class Gemma4Attention : public torch::nn::Module {
                   std::shared_ptr<nn::Rope> rope);
   /// x [B, T, H] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x, const Gemma4Seen& seen);
-  /// As nn::SelfAttention::decode, of text.
+  /// As nn::TokenMixer::decode, of text.
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:

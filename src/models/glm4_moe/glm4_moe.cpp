@@ -48,8 +48,7 @@ const FamilyTraits& glm4_moe_traits() {
           {
               only("moe_layer_freq", 1, kExpertsInEveryLayer),
               said("num_nextn_predict_layers", 0),
-              written({"partial_rotary_factor"},
-                      [](const ModelSpec& spec) { return spec.rope.partial_rotary_factor; }),
+              turned_part_row(),
               only("scoring_func", "sigmoid", kSigmoidScores),
               only("topk_method", "noaux_tc", kChoiceByBias),
               row("use_qk_norm", &ModelSpec::use_qk_norm, {}, Null::kAbsent),

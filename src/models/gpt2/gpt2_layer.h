@@ -67,10 +67,10 @@ TransposedLinear::Options column_parallel(const nn::TensorRegion& region, std::i
 TransposedLinear::Options row_parallel(const nn::TensorRegion& region, std::int64_t in,
                                        std::int64_t out);
 
-class Gpt2Attention : public nn::SelfAttention {
+class Gpt2Attention : public nn::TokenMixer {
  public:
   Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region);
-  using nn::SelfAttention::forward;
+  using nn::TokenMixer::forward;
   at::Tensor forward(const at::Tensor& x, const nn::Documents& documents) override;
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache) override;
 
@@ -103,9 +103,9 @@ class Gpt2Layer : public torch::nn::Module, public IsLayer, public Recomputable 
   Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes& axes);
   std::int64_t number() const override { return number_; }
   /// x [B, T, hidden] of the stream -> the same shape and dtype. Documents as
-  /// nn::SelfAttention::forward.
+  /// nn::TokenMixer::forward.
   at::Tensor forward(const at::Tensor& x, const nn::Documents& documents = {});
-  /// As nn::SelfAttention::decode.
+  /// As nn::TokenMixer::decode.
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:

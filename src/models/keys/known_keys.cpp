@@ -156,6 +156,8 @@ constexpr std::string_view kOfRopeKinds[] = {
     "high_freq_factor",
     "long_factor",
     "low_freq_factor",
+    "mrope_interleaved",  // which pairs turn by which of the positions that images tell apart
+    "mrope_section",
     "mscale",
     "original_max_position_embeddings",
     "short_factor",

@@ -22,11 +22,7 @@ void read_phi3_ropes(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) {
 }
 
 void read_phi3(ConfigReader& keys, ModelSpec& spec) {
-  const std::int64_t turned = spec.turned_dim();
-  if (turned == 0 || turned % 2 != 0) {
-    keys.refuse("partial_rotary_factor",
-                concat("a part of head_dim = ", spec.head_dim, " that turns in pairs"));
-  }
+  check_turned_part(keys, spec);
   if (spec.sliding_window > 0) set_all_sliding(spec);
 }
 

@@ -22,8 +22,6 @@ void as_qwen3(const ConfigReader& keys, nlohmann::json& text) {
     const auto record = text.find(name);
     if (record == text.end() || !record->is_object()) continue;
     has_theta = has_theta || record->contains("rope_theta");
-    record->erase("mrope_section");  // which pairs turn by which of the positions
-    record->erase("mrope_interleaved");
   }
   if (!has_theta) text["rope_theta"] = 5e5;
   if (!text.contains("max_position_embeddings")) text["max_position_embeddings"] = 128000;

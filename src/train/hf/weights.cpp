@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <set>
 #include <span>
@@ -290,6 +291,30 @@ void load_buffers(const ShardedBase& model, const TensorSource& folder) {
   }
 }
 
+namespace {
+
+struct Drawn {
+  float* out;
+  std::int64_t begin, end;  ///< of the elements of the whole tensor
+  std::uint64_t seed;
+  const std::string& name;
+};
+
+void draw(models::InitKind init, float range, const Drawn& of) {
+  const auto [out, begin, end, seed, name] = of;
+  if (init == models::InitKind::kNormal) {
+    return fill_normal(out, begin, end, seed, name, 0.0F, range);
+  }
+  if (init == models::InitKind::kUniform) {
+    return fill_uniform(out, begin, end, seed, name, -range, range);
+  }
+  constexpr float kLeast = 0.01F, kMost = 16.0F;  // kLogOfUniform
+  fill_uniform(out, begin, end, seed, name, kLeast, kMost);
+  std::for_each(out, out + (end - begin), [](float& value) { value = std::log(value); });
+}
+
+}  // namespace
+
 void draw_weights(const ShardedBase& model, const std::vector<models::ParameterSpec>& table,
                   std::uint64_t seed, Loaded what) {
   const at::NoGradGuard no_grad;
@@ -306,9 +331,7 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
     }
     const auto range = static_cast<float>(spec->init_std);
     const auto fill = [&](float* out, std::int64_t begin, std::int64_t end) {
-      spec->init == models::InitKind::kUniform
-          ? fill_uniform(out, begin, end, seed, name, -range, range)
-          : fill_normal(out, begin, end, seed, name, 0.0F, range);
+      draw(spec->init, range, {out, begin, end, seed, name});
     };
     const layout::FileShape own = as_one_tensor(*view.contract);
     in_chunks(view, own, progress, [&](const at::Tensor& part, const layout::Piece& piece) {

@@ -11,6 +11,7 @@
 namespace tessera::train {
 namespace {
 
+using models::DeltaNetSpec;
 using models::Gemma4Layer;
 using models::Gemma4Spec;
 using models::Gemma4Vision;
@@ -113,6 +114,14 @@ void make_small(Gemma4Spec& gemma, const ModelSpec& spec, const std::vector<std:
   vision.position_embedding_size = 16;
 }
 
+void make_small(DeltaNetSpec& linear, int tp) {
+  const std::int64_t each = linear.linear_num_value_heads / linear.linear_num_key_heads;
+  linear.linear_num_key_heads = std::max(2, tp);
+  linear.linear_num_value_heads = std::min<std::int64_t>(each, 2) * linear.linear_num_key_heads;
+  linear.linear_key_head_dim = 8;
+  linear.linear_value_head_dim = 12;
+}
+
 void make_small(MlaSpec& mla) {
   if (mla.q_lora_rank) mla.q_lora_rank = 24;
   mla.kv_lora_rank = 16;
@@ -170,6 +179,7 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
     make_small(*small.mla);
     small.head_dim = small.mla->qk_rope_head_dim;
   }
+  if (small.delta_net) make_small(*small.delta_net, tp);
   if (small.chunked) {
     small.chunked->attention_chunk_size = kSeen;
     small.chunked->floor_scale = 4;
