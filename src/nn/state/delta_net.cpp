@@ -80,7 +80,7 @@ DeltaNet::Projected DeltaNet::project(const at::Tensor& x) const {
           .split_with_sizes({options_.key_dim, options_.key_dim, values, values}, 3);
   const auto rates =
       in_proj_ba_->forward(x).view({rows, positions, groups, 2 * each}).split(each, 3);
-  const auto of_all = [&](const at::Tensor& part) { return part.reshape({rows, positions, -1}); };
+  const auto of_all = [](const at::Tensor& part) { return part.flatten(2); };
   return {at::cat({of_all(by_head[0]), of_all(by_head[1]), of_all(by_head[2])}, 2),
           by_head[3].reshape({rows, positions, options_.value_heads, options_.value_dim}),
           of_all(rates[0]), of_all(rates[1])};
