@@ -38,6 +38,7 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "SmolLM3Config",
     "Phi3ForCausalLM": "Phi3Config",
     "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
+    "Qwen3NextForCausalLM": "Qwen3NextConfig",
 }
 # Keys of every config: values that are computed here where the default is not, and missing sizes.
 NEEDED = {
@@ -49,7 +50,7 @@ NEEDED = {
 POSITIONS = 5  # of read_configs
 # With one rope for all layers.
 ROPES = [name for name in list(FAMILIES)[:13] if name != "Gemma3ForCausalLM"]
-ROPES += ["GraniteForCausalLM", "SmolLM3ForCausalLM"]
+ROPES += ["GraniteForCausalLM", "SmolLM3ForCausalLM", "Qwen3NextForCausalLM"]
 
 
 def written(architecture, **keys):

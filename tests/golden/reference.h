@@ -81,8 +81,8 @@ inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed
 
 /// Those with a mixture of experts in the place of the MLP, and an auxiliary loss.
 inline const std::vector<std::string> kMoeFolders{
-    "gpt-oss-fp32",    "gpt-oss-mixed", "gpt-oss-mxfp4", "qwen3-moe-fp32",
-    "qwen3-moe-mixed", "mixtral-fp32",  "mixtral-mixed"};
+    "gpt-oss-fp32", "gpt-oss-mixed", "gpt-oss-mxfp4",   "qwen3-moe-fp32",  "qwen3-moe-mixed",
+    "mixtral-fp32", "mixtral-mixed", "qwen3-next-fp32", "qwen3-next-mixed"};
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
 inline const std::vector<std::string> kDeepseekFolders{
@@ -96,8 +96,8 @@ inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm
 /// Families with folders of both dtypes that `scripts/full families` goes through: all that
 /// `scripts/full layouts` does not.
 inline const std::vector<std::string> kLaterFamilies{
-    "mixtral", "deepseek-v3", "glm4-moe", "llama4-text", "gemma3-text", "olmo2",  "gpt2",
-    "qwen2",   "mistral",     "granite",  "smollm3",     "phi3",        "kimi-k2"};
+    "mixtral", "deepseek-v3", "glm4-moe", "llama4-text", "gemma3-text", "olmo2",   "gpt2",
+    "qwen2",   "mistral",     "granite",  "smollm3",     "phi3",        "kimi-k2", "qwen3-next"};
 
 /// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();

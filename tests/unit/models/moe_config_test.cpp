@@ -91,7 +91,7 @@ INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
                                            "glm4-moe-fp32", "glm4-moe-mixed", "llama4-text-fp32",
                                            "llama4-text-mixed", "gpt-oss-fp32", "gpt-oss-mixed",
                                            "qwen3-moe-fp32", "qwen3-moe-mixed", "mixtral-fp32",
-                                           "mixtral-mixed"));
+                                           "mixtral-mixed", "qwen3-next-fp32", "qwen3-next-mixed"));
 
 TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   const ModelSpec spec = parse_spec(hub("gpt-oss-fp32").dump()).spec;
@@ -243,6 +243,7 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
   EXPECT_EQ(numel("deepseek-v3"), 671'026'404'352);
   EXPECT_EQ(numel("kimi-k2"), 1'026'408'209'408);
+  EXPECT_EQ(numel("qwen3-next-80b-a3b"), 79'674'391'296);
   EXPECT_EQ(numel("glm-4.5-air"), 106'852'245'504);
   EXPECT_EQ(numel("llama4-scout"), 107'769'861'120);
   EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);

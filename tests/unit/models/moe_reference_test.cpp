@@ -122,7 +122,7 @@ TEST_P(MoeReference, AuxiliaryLossAndItsGradientsAgree) {
   const at::Tensor loss = (counts.to(at::kFloat) * probabilities).sum() * (8 / (rows * rows));
   EXPECT_NEAR(loss.item<double>(), reference_.result("aux_loss").item<double>(), 5e-6);
   loss.backward();
-  std::size_t compared = 0;
+  std::int64_t compared = 0;
   for (const auto& item : model->named_parameters()) {
     if (!reference_.has_result("aux_grad/" + item.key())) continue;
     EXPECT_LT(
@@ -131,7 +131,7 @@ TEST_P(MoeReference, AuxiliaryLossAndItsGradientsAgree) {
         << item.key();
     ++compared;
   }
-  EXPECT_GE(compared, 5U);
+  EXPECT_GE(compared, reference_.spec().num_hidden_layers + 1);
 }
 
 TEST_P(MoeReference, RecomputationChangesNoBitAndCountsOnce) {
@@ -256,7 +256,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"gpt-oss-fp32", 0.0043}, Case{"gpt-oss-mixed", 0.0046},
                       Case{"llama4-text-fp32", 0.0012}, Case{"llama4-text-mixed", 0.0007},
                       Case{"qwen3-moe-fp32", 0.0026}, Case{"qwen3-moe-mixed", 0.0018},
-                      Case{"mixtral-fp32", 0.0012}, Case{"mixtral-mixed", 0.0012}));
+                      Case{"mixtral-fp32", 0.0012}, Case{"mixtral-mixed", 0.0012},
+                      Case{"qwen3-next-fp32", 0.0226}, Case{"qwen3-next-mixed", 0.0415}));
 
 }  // namespace
 }  // namespace tessera::models::moe_reference_test

@@ -281,15 +281,14 @@ TEST_P(RopeSpellings, AnAbsentOriginalLengthIsThatOfThePositions) {
 
 INSTANTIATE_TEST_SUITE_P(
     , RopeSpellings,
-    ::testing::Values(Spelling{"llama-fp32"}, Spelling{"qwen2-fp32"}, Spelling{"qwen3-fp32"},
-                      Spelling{"mistral-fp32"}, Spelling{"olmo2-fp32"}, Spelling{"granite-fp32"},
-                      Spelling{"smollm3-fp32"}, Spelling{"qwen3-moe-fp32"},
-                      Spelling{"mixtral-fp32"},
-                      Spelling{.folder = "gpt-oss-fp32", .needs_a_record = true},
-                      Spelling{"deepseek-v2-fp32"}, Spelling{"deepseek-v3-fp32"},
-                      Spelling{.folder = "glm4-moe-fp32", .turns_a_part = true},
-                      Spelling{"llama4-text-fp32"},
-                      Spelling{.folder = "gemma3-text-fp32", .by_layer_type = true}),
+    ::testing::Values(
+        Spelling{"llama-fp32"}, Spelling{"qwen2-fp32"}, Spelling{"qwen3-fp32"},
+        Spelling{"mistral-fp32"}, Spelling{"olmo2-fp32"}, Spelling{"granite-fp32"},
+        Spelling{"smollm3-fp32"}, Spelling{"qwen3-moe-fp32"}, Spelling{"mixtral-fp32"},
+        Spelling{.folder = "gpt-oss-fp32", .needs_a_record = true}, Spelling{"deepseek-v2-fp32"},
+        Spelling{"deepseek-v3-fp32"}, Spelling{.folder = "glm4-moe-fp32", .turns_a_part = true},
+        Spelling{.folder = "qwen3-next-fp32", .turns_a_part = true}, Spelling{"llama4-text-fp32"},
+        Spelling{.folder = "gemma3-text-fp32", .by_layer_type = true}),
     [](const auto& tested) {
       std::string name = tested.param.folder;
       std::ranges::replace(name, '-', '_');

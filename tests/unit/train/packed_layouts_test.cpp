@@ -143,7 +143,8 @@ std::vector<Family> families() {
           {"deepseek-v2", true},
           {"glm4-moe", true},
           {"deepseek-v3", true},
-          {"llama4-text", true}};
+          {"llama4-text", true},
+          {"qwen3-next", true}};
 }
 
 std::string case_name(const char* kind, std::size_t number, const std::string& family) {
@@ -214,7 +215,8 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"granite_tp", "granite", {.tp = 2}}, Layout{"phi4_mini_tp", "phi4-mini", {.tp = 2}},
         Layout{"gemma3_tp", "gemma3-text", {.tp = 2}}, Layout{"gpt2_tp", "gpt2", {.tp = 2}},
         Layout{"llama4_ep", "llama4-text", {.dp_shard = 2, .ep = 2}},
-        Layout{"glm4_tp", "glm4-moe", {.tp = 2}}),
+        Layout{"glm4_tp", "glm4-moe", {.tp = 2}},
+        Layout{"qwen3_next_tp", "qwen3-next", {.tp = 2}, RecomputeMode::kFull}),
     [](const auto& one) { return one.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Drawn, PackedLayouts, ::testing::ValuesIn(drawn_layouts()),
