@@ -31,6 +31,7 @@ const std::string kColumns = "tp 8 S(1), gradient S(1)";
 const std::string kWhole = "tp 8 R, gradient P";
 const std::string kWholeExperts = "ep 8 S(0), gradient S(0) (sparse mesh)";
 const std::string kHalfCopies = "tp_kv/4 4 S(0), gradient S(0); tp_rep/2 2 R, gradient P";
+const std::string kQuarterCopies = "tp_kv/2 2 S(0), gradient S(0); tp_rep/4 4 R, gradient P";
 
 struct Model {
   std::string name;
@@ -233,6 +234,39 @@ TEST(ShippedKimiK2, FitsOn256Ranks) {
       << "recomputation is what makes it fit";
 }
 
+// 80 billion on 64 ranks of 80 GB, as the file stands; tp shares out key heads of layers with a state.
+TEST(ShippedQwen3Next, FitsOn64RanksAndCutsStatesByKeyHeads) {
+  const TemporaryFolder folder;
+  std::filesystem::create_directory_symlink(kConfigs, folder / "configs");
+  const auto contract = [&](const Words& more) {
+    const Words words{"inspect", "--contract", "configs/qwen3-next-80b-a3b.toml",
+                      "--world", "64",         "--json"};
+    const Outcome outcome =
+        succeeded(run_program(folder, joined(words, more), "prlimit --as=4294967296"));
+    return outcome.code == 0 ? json::parse(outcome.out) : json();
+  };
+  const json found = contract({});
+  ASSERT_FALSE(found.is_null());
+  EXPECT_THAT(found.at("layout"), Says("dp_shard_mod_ep 8 x ep 8 x etp 1"));
+  EXPECT_LT(found.at("rank_memory_bytes").at("activations").at("full").at("total"), 80'000'000'000);
+  const json cut = contract(kExpertParallel);
+  ASSERT_FALSE(cut.is_null());
+  std::map<std::string, std::pair<std::string, std::string>> places;
+  for (const json& each : cut.at("parameters")) {
+    places[each.at("name")] = {each.at("placement"), each.at("compute").at("value")};
+  }
+  const std::string layer = "model.layers.1.linear_attn.";
+  for (const char* name : {"in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias"}) {
+    EXPECT_EQ(places.at(layer + name).first, kRows) << name;
+  }
+  EXPECT_EQ(places.at(layer + "conv1d.weight").first, kRows + " of rows 2048+2048+4096");
+  EXPECT_EQ(places.at(layer + "norm.weight").first, kWhole);
+  EXPECT_EQ(places.at(layer + "out_proj.weight").first, kColumns);
+  EXPECT_EQ(places.at(layer + "A_log").second, "float32");
+  EXPECT_EQ(places.at(layer + "dt_bias").second, "float32");
+  EXPECT_EQ(places.at(layer + "conv1d.weight").second, "bfloat16");
+}
+
 /// Without experts.
 class ShippedDenseModels : public ShippedModels {};
 
@@ -345,6 +379,23 @@ INSTANTIATE_TEST_SUITE_P(
                              {"mlp.gate.weight", kWhole}},
                             cut_gate_up("128x2x768x2048"),
                             kCutDown},
+                      // Layer 3 attends; the three before it have a state, for which see below.
+                      Model{"qwen3-next-80b-a3b",
+                            79'674'391'296,
+                            759,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.k_proj.weight", kQuarterCopies},  // two heads
+                             {"self_attn.q_norm.weight", kWhole},
+                             {"mlp.gate.weight", kWhole},
+                             {"mlp.shared_expert.gate_proj.weight", kRows},
+                             {"mlp.shared_expert.down_proj.weight", kColumns},
+                             {"mlp.shared_expert_gate.weight", kWhole}},
+                            cut_gate_up("512x2x512x2048"),
+                            kCutDown,
+                            "model.",
+                            "mlp.experts.",
+                            "lm_head.weight",
+                            "layers.3."},
                       Model{"mixtral-8x7b",
                             46'702'792'704,
                             291,

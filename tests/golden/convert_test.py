@@ -221,6 +221,22 @@ class ConvertFolder(Program):
         self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, tensors)
         self.assertEqual(json.loads((self.folder / "out/config.json").read_text())["num_nextn_predict_layers"], 0)
 
+    def test_the_prediction_layer_of_qwen3_next_is_left_out(self):
+        """As the hub has it: under names of its own, which transformers skips."""
+        from safetensors.torch import save_file
+        source, reference = self.folder / "published", DATA / "qwen3-next-mixed"
+        source.mkdir()
+        shutil.copy(reference / "config.hub.json", source / "config.json")
+        tensors = load_file(reference / "model.safetensors")
+        further = {f"mtp.{name}": torch.ones(12, 4)
+                   for name in ("fc.weight", "layers.0.self_attn.q_proj.weight", "norm.weight")}
+        save_file({**tensors, **further}, source / "model.safetensors")
+        said = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", source, self.folder / "out"],
+                              capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertIn("3 tensors are left out", said.stderr)
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, tensors)
+
     def test_gpt2_as_published_is_trained_without_its_dropout_and_exported_with_it(self):
         keys = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
         config = json.loads((DATA / "gpt2-fp32" / "config.hub.json").read_text())

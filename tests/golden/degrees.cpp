@@ -2,6 +2,7 @@
 
 #include <iterator>
 #include <map>
+#include <numeric>
 
 #include "golden/model_folder.h"
 #include "models/family.h"
@@ -100,6 +101,9 @@ Experts experts_of(const std::string& folder) {
 
 std::int64_t heads_of(const std::string& folder) {
   const models::ModelSpec spec = spec_of(folder);
+  if (spec.delta_net) {
+    return std::gcd(spec.num_attention_heads, spec.delta_net->linear_num_key_heads);
+  }
   return models::traits(spec.family).fused_projections ? spec.num_key_value_heads
                                                        : spec.num_attention_heads;
 }

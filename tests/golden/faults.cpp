@@ -53,6 +53,8 @@ std::string text(Setting setting) {
       return ", expert bias, two micro-batches";
     case Setting::kAdapters:
       return ", adapters of experts";
+    case Setting::kPacked:
+      return ", packed rows";
   }
   return "";
 }
@@ -84,6 +86,7 @@ std::ostream& operator<<(std::ostream& out, const Fault& fault) { return out << 
 void set_up(train::Config& config, Setting setting) {
   switch (setting) {
     case Setting::kPlain:
+    case Setting::kPacked:
       return;
     case Setting::kAuxiliaryLoss:
       config.model.aux_loss_coef = 0.7;
@@ -101,6 +104,19 @@ void set_up(train::Config& config, Setting setting) {
       config.model.path = trained_adapters();
       return;
   }
+}
+
+std::function<void(train::MicroBatch&)> batch_of(Setting setting) {
+  if (setting != Setting::kPacked) return {};
+  return [](train::MicroBatch& batch) {
+    // Three documents a row, of which one is longer than a chunk of the delta rule and none begins at
+    // a chunk's.
+    const std::int64_t tokens = batch.input_ids.size(1), second = 5, third = tokens - 7;
+    at::Tensor starts = at::zeros_like(batch.input_ids);
+    starts.narrow(1, second, third - second).fill_(second);
+    starts.narrow(1, third, tokens - third).fill_(third);
+    batch.documents.starts = starts;
+  };
 }
 
 std::string to_string(const Ground& ground) {
@@ -126,7 +142,7 @@ const std::vector<Fault>& all_faults() {
   static const std::vector<Fault> all = [] {
     std::vector<Fault> faults = faults_of_declarations();
     for (const auto& part : {faults_of_transitions(), faults_of_sums(), faults_of_counts(),
-                             faults_of_losses(), faults_of_scores()}) {
+                             faults_of_losses(), faults_of_scores(), faults_of_states()}) {
       faults.insert(faults.end(), part.begin(), part.end());
     }
     return faults;

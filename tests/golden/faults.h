@@ -16,6 +16,7 @@ inline constexpr const char* kDeepseek = "deepseek-v2-fp32";
 inline constexpr const char* kSigmoid = "deepseek-v3-fp32";
 inline constexpr const char* kLlama4 = "llama4-text-fp32";
 inline constexpr const char* kGemma = "gemma4-fp32";
+inline constexpr const char* kHybrid = "qwen3-next-fp32";
 
 enum class CaughtBy : std::uint8_t {
   kSharding,    ///< refused when the model is sharded, naming the parameter
@@ -35,9 +36,12 @@ enum class Setting : std::uint8_t {
   kBalance,        ///< the bias on the choice of experts
   kBalanceByRows,  ///< the same, a micro-batch a row
   kAdapters,       ///< of kQwen's experts, trained a little, beside the frozen model
+  kPacked,         ///< rows of several documents
 };
 /// The first call with kAdapters trains them, on threads as ranks: not on one of a rank's own.
 void set_up(train::Config& config, Setting setting);
+/// The same of its batch, in Changes::batch; empty where the batch is the folder's.
+std::function<void(train::MicroBatch&)> batch_of(Setting setting);
 
 struct Fault {
   std::string test;  ///< its name
@@ -74,5 +78,6 @@ std::vector<Fault> faults_of_sums();
 std::vector<Fault> faults_of_counts();
 std::vector<Fault> faults_of_losses();
 std::vector<Fault> faults_of_scores();
+std::vector<Fault> faults_of_states();
 
 }  // namespace tessera::golden

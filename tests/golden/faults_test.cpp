@@ -23,7 +23,8 @@ void prepare(Setting setting) {
 
 Changes sound(Setting setting) {
   prepare(setting);
-  return {.config = [=](train::Config& config) { set_up(config, setting); }};
+  return {.config = [=](train::Config& config) { set_up(config, setting); },
+          .batch = batch_of(setting)};
 }
 
 /// The fault on top of what its run has anyway.
@@ -34,6 +35,7 @@ Changes faulty(const Fault& fault) {
     set_up(config, fault.setting);
     if (fault.changes.config) fault.changes.config(config);
   };
+  changes.batch = batch_of(fault.setting);
   return changes;
 }
 

@@ -38,6 +38,28 @@ class RawGradientHook : public torch::autograd::FunctionPreHook {
   std::function<at::Tensor(const at::Tensor&)> change_;
 };
 
+/// Another source's batches, changed.
+class ChangedBatches : public train::BatchSource {
+ public:
+  ChangedBatches(std::unique_ptr<train::BatchSource> source,
+                 std::function<void(train::MicroBatch&)> change)
+      : source_(std::move(source)), change_(std::move(change)) {}
+  std::int64_t rows_in_step() const override { return source_->rows_in_step(); }
+  std::int64_t row_tokens() const override { return source_->row_tokens(); }
+  train::MicroBatch load(std::int64_t step, train::RowRange rows) const override {
+    auto batch = source_->load(step, rows);
+    change_(batch);
+    return batch;
+  }
+  std::int64_t rows_in_pass() const override { return source_->rows_in_pass(); }
+  void check_labels(std::int64_t steps) override { source_->check_labels(steps); }
+  std::vector<std::string> opened_from() const override { return source_->opened_from(); }
+
+ private:
+  std::unique_ptr<train::BatchSource> source_;
+  std::function<void(train::MicroBatch&)> change_;
+};
+
 /// The model of one rank, sharded, after its step.
 class RankOfStep {
  public:
@@ -54,6 +76,9 @@ class RankOfStep {
     mesh_.emplace(world.mesh(train::mesh_shape(dims_)));
     batch_ = train::open_gradients_batch(Reference::of(folder).batches(),
                                          train::vocabulary_of(source_.spec, false), std::nullopt);
+    if (changes.batch) {
+      batch_ = std::make_unique<ChangedBatches>(std::move(batch_), changes.batch);
+    }
   }
 
   /// The same on every rank.
@@ -104,6 +129,15 @@ class RankOfStep {
       backward.emplace(test_hooks::transition_backward, transitions->backward);
     }
     if (sums) sum.emplace(test_hooks::rank_sum, sums->way);
+    std::optional<test_hooks::Set<decltype(test_hooks::starts_of_state)>> starts;
+    if (changes_.starts) {
+      starts.emplace(test_hooks::starts_of_state,
+                     [&](nn::StatePart part, const at::Tensor& of_rows) {
+                       const at::Tensor changed = changes_.starts(part, of_rows);
+                       if (!changed.is_same(of_rows)) rank.act();
+                       return changed;
+                     });
+    }
     const int data_rank =
         mesh_->coordinate(axis::kReplicate) * dims_.dp_shard + mesh_->coordinate(axis::kShard);
     const auto all = batch_->rows_in_step();

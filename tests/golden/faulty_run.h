@@ -57,6 +57,10 @@ struct Changes {
   std::function<std::unique_ptr<StandIn>(const RankParts&)> transitions = {};
   std::function<std::unique_ptr<SumStandIn>(const RankParts&)> sums = {};
   std::function<double(const RankParts&, const ShardedBase&)> norm = {};
+  /// Of each micro-batch.
+  std::function<void(train::MicroBatch&)> batch = {};
+  /// In place of the starts of documents that a part of a layer with a state goes by.
+  std::function<at::Tensor(nn::StatePart, const at::Tensor&)> starts = {};
 };
 
 struct Step {

@@ -126,7 +126,9 @@ class Lora(unittest.TestCase):
 
     def test_peft_computes_our_logits_loss_and_gradients(self):
         fused = ("qkv_proj", "o_proj", "gate_up_proj")
-        for name, targets in (("qwen3-fp32", TARGETS), ("llama-mixed", TARGETS), ("phi4-mini-fp32", fused)):
+        states = ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj")
+        for name, targets in (("qwen3-fp32", TARGETS), ("llama-mixed", TARGETS), ("phi4-mini-fp32", fused),
+                              ("qwen3-next-fp32", states)):
             with self.subTest(name):
                 checkpoint = self.train(DATA / name, run=name, targets=targets, data=name)
                 self.run_tessera("convert", checkpoint, f"{name}-adapter")
@@ -137,7 +139,8 @@ class Lora(unittest.TestCase):
                 tp = ("--nproc", 2, "--parallelism.tensor_parallel_degree", 2)
                 layouts = [("--nproc", 3), tp, ("--nproc", 1), (*tp, "--parallelism.sequence_parallel", "false")]
                 if not FULL:
-                    layouts = {"qwen3-fp32": layouts[:2], "phi4-mini-fp32": layouts[1:2]}.get(name, layouts[2:])
+                    layouts = {"qwen3-fp32": layouts[:2], "phi4-mini-fp32": layouts[1:2],
+                               "qwen3-next-fp32": layouts[1:2]}.get(name, layouts[2:])
                 for layout in layouts:
                     self.expect_gradients(self.gradients(checkpoint, name, *layout), truth)
 
@@ -197,7 +200,8 @@ class Lora(unittest.TestCase):
         layouts = ((), ("--nproc", 2, "--parallelism.expert_parallel_degree", 2),
                    (*tp, "--parallelism.expert_tensor_parallel_degree", 2))
         for number, name in enumerate(("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32", "deepseek-v3-fp32",
-                                       "glm4-moe-fp32", "mixtral-fp32", "llama4-text-fp32", "gemma4-fp32")):
+                                       "glm4-moe-fp32", "mixtral-fp32", "llama4-text-fp32", "gemma4-fp32",
+                                       "qwen3-next-fp32")):
             with self.subTest(name):
                 self.expect_experts_as_peft(name, ("experts.gate_up_proj", "experts.down_proj", "o_proj"),
                                             layouts if FULL else (layouts[number % len(layouts)],))

@@ -43,8 +43,9 @@ TEST_P(GoldenParallel, EveryGradientIsTransformersInEveryLayout) {
     if (heads % degrees.tp == 0) {
       expect_within_bounds(run(), reference());
     } else {
-      EXPECT_THAT(error_of(ErrorKind::kConfig, run),
-                  Says(concat("expected a divisor of num_attention_heads = ", heads)));
+      EXPECT_THAT(
+          error_of(ErrorKind::kConfig, run),
+          Says(concat("found ", degrees.tp, ", expected a divisor of "), concat(" = ", heads)));
     }
   }
 }

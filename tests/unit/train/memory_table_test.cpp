@@ -345,6 +345,12 @@ std::vector<MemoryCase> expert_cases() {
       {.name = "deepseek", .family = "deepseek-v2", .compute = kBf16},
       {.name = "gpt_oss", .family = "gpt-oss", .compute = kBf16},
       {.name = "mixtral", .family = "mixtral", .compute = kBf16},
+      {.name = "qwen3_next", .family = "qwen3-next", .compute = kBf16},
+      {.name = "qwen3_next_tp", .family = "qwen3-next", .dims = {.tp = 2}, .mode = kSelective},
+      {.name = "qwen3_next_ep_full",
+       .family = "qwen3-next",
+       .dims = {.dp_shard = 2, .ep = 2},
+       .mode = kFull},
       {.name = "gemma", .family = "gemma4", .compute = kBf16},
       {.name = "gemma_full", .family = "gemma4", .mode = kFull},
       {.name = "gemma_tp", .family = "gemma4", .dims = {.tp = 2}, .mode = kSelective}};
