@@ -99,7 +99,7 @@ TEST(Qwen3NextConfig, WhatIsWrittenIsReadAsTheSame) {
                           of_list,
                           {{"full_attention_interval", 1}},
                           {{"full_attention_interval", 3}},
-                          {{"linear_num_value_heads", 2}, {"linear_conv_kernel_dim", 1}},
+                          {{"linear_num_value_heads", 2}, {"linear_conv_kernel_dim", 3}},
                           {{"linear_key_head_dim", 6}, {"linear_value_head_dim", 10}},
                           {{"partial_rotary_factor", 1.0}, {"tie_word_embeddings", true}},
                           {{"decoder_sparse_step", 2}, {"norm_topk_prob", false}},
@@ -141,6 +141,7 @@ TEST(Qwen3NextConfig, HeadsAndFiltersThatAreNoneAreRefusedByName) {
                              {"linear_value_head_dim", 0},
                              {"linear_value_head_dim", 1.5},
                              {"linear_conv_kernel_dim", 0},
+                             {"linear_conv_kernel_dim", 1},
                              {"linear_conv_kernel_dim", 1 << 20},
                              {"partial_rotary_factor", 0.1},
                              {"attention_bias", true},
@@ -173,9 +174,6 @@ TEST(Qwen3NextConfig, RanksOfTpShareKeyHeads) {
 
   EXPECT_THAT(refusal_of(ErrorKind::kConfig, [] { describe(kQwen3Next.spec(), {}, {.tp = 4}); }),
               Says("tensor_parallel_degree: found 4", "linear_num_key_heads = 2"));
-  // Without a layer that has such heads they matter to nobody.
-  EXPECT_NO_THROW(
-      describe(kQwen3Next.spec({{"full_attention_interval", 1}}), {}, ParallelDims{.tp = 4}));
 }
 
 // Qwen3-Coder-Next's files hold 79,674,391,296 elements.
