@@ -39,6 +39,26 @@ TEST(SmallRuns, FindNothingInRightLayouts) {
   }
 }
 
+// Layers with a state, in each axis' layout: key heads over tp, experts over ep, stages.
+TEST(SmallRuns, FindNothingInRightLayoutsOfLayersWithAState) {
+  Drawn heads;
+  heads.family = "qwen3-next";
+  heads.routed = true;
+  Drawn stages = heads;
+  heads.tp = heads.ep = 2;
+  stages.pp = stages.shard = 2;
+  stages.micro_batches = 2;
+  for (const Drawn& d : {heads, stages}) {
+    const TemporaryFolder folder;
+    SCOPED_TRACE(::testing::Message() << d);
+    const Config config = config_of(folder, d);
+    write_model(folder, d.family + "-fp32", make_room_for_bytes);
+    const auto source = open_model(config.model, config.lora);
+    EXPECT_GT(std::ranges::count(source.spec.layer_types, models::LayerType::kLinear), 0);
+    EXPECT_EQ(in_words(check_run(config, source, d.ranks()).report.findings), "");
+  }
+}
+
 /// A run of experts that lie on the ranks of tp: there is one data rank.
 Drawn experts_on_tp() {
   Drawn d;

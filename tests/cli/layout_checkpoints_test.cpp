@@ -48,13 +48,15 @@ const std::vector<Journey> kJourneys{
     {"gpt-oss-fp32", kAdamW, {kTensor, kExperts, kOneRank}},
     {"deepseek-v2-fp32",
      kMomentum,
-     {{.shard = 2, .tp = 2, .ep = 2, .etp = 2}, kOneRank, {.replicate = 2, .tp = 2}}}};
+     {{.shard = 2, .tp = 2, .ep = 2, .etp = 2}, kOneRank, {.replicate = 2, .tp = 2}}},
+    // Two key heads of its layers with a state: tp 4 has none for each rank.
+    {"qwen3-next-fp32", kMomentum, {{.tp = 2, .ep = 2}, kExperts, {.replicate = 2, .tp = 2}}}};
 
 /// The last ones of legs, whose exports are compared: in ./test --all of each journey another leg's.
 std::vector<int> steps_of(const Journey& journey) {
   const auto is_it = [&](const Journey& one) { return one.folder == journey.folder; };
   const auto number = std::ranges::find_if(kJourneys, is_it) - kJourneys.begin();
-  return test::in_turn(std::vector{2, 4, 6}, 3, std::vector{0L, 1L, 2L}, number);
+  return test::in_turn(std::vector{2, 4, 6}, 3, std::vector{0L, 1L, 2L, 3L}, number);
 }
 
 class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
