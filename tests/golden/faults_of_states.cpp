@@ -1,4 +1,5 @@
-// Layers with a state that go on behind a border, decay by a rounded rate, or hold parts of other heads.
+// Layers with a state that carry it over a border, decay by a rounded rate, or hold parts of other
+// heads.
 #include <ATen/ATen.h>
 
 #include "golden/faults.h"

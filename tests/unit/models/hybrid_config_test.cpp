@@ -1,5 +1,5 @@
-// Families in which layers with a state stand between layers of attention, as their config.json says
-// them: which layer is what, what the layers hold, what is refused, what is written.
+// Families in which layers with a state stand between layers of attention, as their config.json
+// says them: which layer is what, what the layers hold, what is refused, what is written.
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -149,8 +149,8 @@ TEST(Qwen3NextConfig, HeadsAndFiltersThatAreNoneAreRefusedByName) {
                              {"shared_expert_intermediate_size", 0}});
 }
 
-// A rank has whole key heads, each with the value heads that it serves: rows of the projections stand
-// in that order, channels of the convolution as all q, all k, all v.
+// A rank has whole key heads, each with the value heads that it serves: rows of the projections
+// stand in that order, channels of the convolution as all q, all k, all v.
 TEST(Qwen3NextConfig, RanksOfTpShareKeyHeads) {
   const auto rows = rows_of(kQwen3Next.spec(), {.tp = 2});
   const std::string layer = "model.layers.0.linear_attn.";
