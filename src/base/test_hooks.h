@@ -46,6 +46,10 @@ struct Label;
 struct MailTag;
 }  // namespace tessera::comm
 
+namespace tessera::nn {
+enum class StatePart : std::uint8_t;
+}
+
 namespace tessera::parallel {
 class Transition;
 }
@@ -199,6 +203,10 @@ inline constinit Hook<void(capture::Program& program)> made_program;
 /// capture/replay/blocks.h, when a region in `unit` takes memory: where that lies.
 inline constinit thread_local ThreadHook<void(const std::string& unit, const void* block)>
     took_block;
+/// nn/state/state_part.h: where documents begin for a part of a layer with a state. Its thread runs the
+/// model.
+inline constinit thread_local ThreadHook<at::Tensor(nn::StatePart part, const at::Tensor& starts)>
+    starts_of_state;
 /// train/parallelize.h, on each rank: what model_parts() has made, to be changed; and the model that
 /// parallelize() has made of it.
 inline constinit Hook<void(const Mesh& mesh, train::ModelParts& parts)> made_parts;

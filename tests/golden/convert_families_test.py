@@ -51,7 +51,7 @@ FAMILIES = {
               "rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}}],
     "kimi-k2": [{"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}],
     "qwen3-next": [{"full_attention_interval": 3, "linear_num_value_heads": 2, "partial_rotary_factor": 0.5},
-                   {"decoder_sparse_step": 2, "norm_topk_prob": False, "linear_conv_kernel_dim": 2},
+                   {"decoder_sparse_step": 2, "norm_topk_prob": False, "linear_conv_kernel_dim": 2, "attention_bias": True},
                    {"mlp_only_layers": [1], "shared_expert_intermediate_size": 8, "tie_word_embeddings": True}],
     "smollm3": [{"no_rope_layers": [0, 1, 0, 1], "tie_word_embeddings": False},
                 {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}],

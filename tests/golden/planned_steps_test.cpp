@@ -69,9 +69,16 @@ std::vector<Family> families() {
   return all;
 }
 
-/// Whether layers of it keep a state: such a layer is not replayed.
-bool keeps_states(const std::string& folder) {
-  return std::ranges::count(spec_of(folder).layer_types, models::LayerType::kLinear) > 0;
+/// Layers with a state are none of what is replayed, and named.
+void expect_states_eager(const std::string& folder, const TrainingRun& run) {
+  const bool keeps_states =
+      std::ranges::count(spec_of(folder).layer_types, models::LayerType::kLinear) > 0;
+  for (const ReplayCalls& calls : run.regions) {
+    const bool is_named = std::ranges::any_of(calls.eager, [](const auto& reason) {
+      return reason.first.find("a layer with a state") != std::string::npos;
+    });
+    EXPECT_EQ(is_named, keeps_states);
+  }
 }
 
 bool is_gemma4(const std::string& folder) { return folder.starts_with("gemma4"); }
@@ -193,14 +200,6 @@ train::PrecisionConfig precision_of(unsigned number) {
 TEST_P(PlannedSteps, TrainAsWithoutReplays) {
   const auto& folder = GetParam().folder;
   unsigned seed = 10;
-  if (keeps_states(folder)) {
-    const Degrees degrees = GetParam().layouts.empty() ? Degrees{} : GetParam().layouts.front();
-    auto config = drawn_config(folder, degrees, seed);
-    config.compile.mode = train::CompileChoice::kReplay;
-    EXPECT_REFUSED(kConfig, run_training(config, layout_of(degrees)),
-                   "compile.mode: found \"replay\"", "linear_attention");
-    return;
-  }
   for (const Degrees& degrees : layouts_of(GetParam())) {
     if (++seed != GetParam().replayed_seed && !test::full_proof()) continue;
     auto config = drawn_config(folder, degrees, seed);
@@ -215,6 +214,7 @@ TEST_P(PlannedSteps, TrainAsWithoutReplays) {
       const auto found = run_training(config, layout_of(degrees), {8});
       expect_same(found, expected, 8);
       expect_replayed(found);
+      expect_states_eager(folder, found);
     }
   }
 }
@@ -234,9 +234,7 @@ TEST_P(PlannedSteps, GiveTheGradientsOfEagerSteps) {
       config.compile.mode = mode;
       return run_gradients(config, layout_of(degrees), batch);
     };
-    const auto mode =
-        keeps_states(folder) ? train::CompileChoice::kPlan : train::CompileChoice::kReplay;
-    expect_same_bits(run(mode), run(train::CompileChoice::kOff));
+    expect_same_bits(run(train::CompileChoice::kReplay), run(train::CompileChoice::kOff));
   }
 }
 

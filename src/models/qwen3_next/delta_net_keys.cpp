@@ -27,15 +27,19 @@ KeyRows delta_net_rows() {
   };
 }
 
-/// As transformers: the interval counts where layer_types is absent.
 void read_delta_net(ConfigReader& keys, ModelSpec& spec) {
   check_turned_part(keys, spec);
-  const std::int64_t interval =
-      keys.integer("full_attention_interval", kLayers).value_or(kInterval);
+  const auto said = keys.integer("full_attention_interval", kLayers);
+  const std::int64_t interval = said.value_or(kInterval);
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     spec.layer_types.push_back((i + 1) % interval == 0 ? LayerType::kFull : LayerType::kLinear);
   }
+  const std::vector<LayerType> every_nth = spec.layer_types;
   read_layer_types(keys, spec, LayerType::kLinear);
+  if (said && spec.layer_types != every_nth) {
+    keys.refuse("layer_types", concat("every n-th a \"", kFullAttention,
+                                      "\" as full_attention_interval = ", interval, " says"));
+  }
   const DeltaNetSpec& linear = *spec.delta_net;
   if (linear.linear_num_value_heads % linear.linear_num_key_heads != 0) {
     keys.refuse("linear_num_value_heads",

@@ -9,6 +9,7 @@
 
 #include "grad/region.h"
 #include "nn/state/gated_rms_norm.h"
+#include "nn/state/state_part.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -114,8 +115,11 @@ at::Tensor DeltaNet::forward(const at::Tensor& x, const Documents& documents) {
     grad::refuse_recording("a layer with a state");
     const Documents of_rows{in[1]};
     const Projected projected = project(in[0]);
-    const at::Tensor qkv = conv1d_->forward(projected.qkv, of_rows);
-    return normed(gated_delta_rule(inputs_of(qkv, projected), of_rows), projected.z);
+    const at::Tensor qkv =
+        conv1d_->forward(projected.qkv, documents_of(StatePart::kConvolution, of_rows));
+    return normed(
+        gated_delta_rule(inputs_of(qkv, projected), documents_of(StatePart::kRecurrence, of_rows)),
+        projected.z);
   };
   return out_proj_->forward_into(options_.region, *this,
                                  {options_.region.enter(x), documents.starts}, mixed);

@@ -30,6 +30,8 @@ std::string_view text_of(InitKind init) {
       return "zeros";
     case InitKind::kUniform:
       return "uniform";
+    case InitKind::kLogOfUniform:
+      return "log of uniform";
   }
   return "?";
 }
@@ -44,6 +46,8 @@ std::string_view text_of(DecayClass decay) {
       return "norm";
     case DecayClass::kBias:
       return "bias";
+    case DecayClass::kConvolution:
+      return "convolution";
   }
   return "?";
 }

@@ -54,9 +54,9 @@ TEST(Qwen3NextConfig, AbsentKeysAreTransformersDefaults) {
   const ModelSpec spec = kQwen3Next.spec_without(
       {"linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
        "linear_num_value_heads", "linear_value_head_dim", "head_dim", "num_key_value_heads",
-       "max_position_embeddings", "partial_rotary_factor", "rope_theta", "num_experts",
-       "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-       "norm_topk_prob", "router_aux_loss_coef", "full_attention_interval"});
+       "max_position_embeddings", "partial_rotary_factor", "rope_theta", "moe_intermediate_size",
+       "shared_expert_intermediate_size", "norm_topk_prob", "router_aux_loss_coef",
+       "full_attention_interval"});
   EXPECT_EQ(spec.delta_net, DeltaNetSpec());
   EXPECT_EQ(spec.delta_net->key_size(), 2048);
   EXPECT_EQ(spec.delta_net->value_size(), 4096);
@@ -67,8 +67,6 @@ TEST(Qwen3NextConfig, AbsentKeysAreTransformersDefaults) {
   EXPECT_EQ(spec.max_position_embeddings, 32768);
   EXPECT_EQ(spec.rope.partial_rotary_factor, 0.25);
   EXPECT_EQ(spec.rope.theta, 10000.0);
-  EXPECT_EQ(spec.moe->num_experts, 512);
-  EXPECT_EQ(spec.moe->experts_per_token, 10);
   EXPECT_EQ(spec.moe->moe_intermediate_size, 512);
   EXPECT_EQ(spec.moe->shared_intermediate_size, 512);
   EXPECT_TRUE(spec.moe->norm_topk_prob);
@@ -144,7 +142,6 @@ TEST(Qwen3NextConfig, HeadsAndFiltersThatAreNoneAreRefusedByName) {
                              {"linear_conv_kernel_dim", 1},
                              {"linear_conv_kernel_dim", 1 << 20},
                              {"partial_rotary_factor", 0.1},
-                             {"attention_bias", true},
                              {"use_sliding_window", true},
                              {"shared_expert_intermediate_size", 0}});
 }
