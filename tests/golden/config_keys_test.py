@@ -39,6 +39,8 @@ FAMILIES = {
     "Phi3ForCausalLM": "Phi3Config",
     "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5Config",
 }
 # Keys of every config: values that are computed here where the default is not, and missing sizes.
 NEEDED = {
@@ -50,7 +52,7 @@ NEEDED = {
 POSITIONS = 5  # of read_configs
 # With one rope for all layers.
 ROPES = [name for name in list(FAMILIES)[:13] if name != "Gemma3ForCausalLM"]
-ROPES += ["GraniteForCausalLM", "SmolLM3ForCausalLM", "Qwen3NextForCausalLM"]
+ROPES += ["GraniteForCausalLM", "SmolLM3ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"]
 
 
 def written(architecture, **keys):

@@ -53,6 +53,8 @@ FAMILIES = {
     "qwen3-next": [{"full_attention_interval": 3, "linear_num_value_heads": 2, "partial_rotary_factor": 0.5},
                    {"decoder_sparse_step": 2, "norm_topk_prob": False, "linear_conv_kernel_dim": 2, "attention_bias": True},
                    {"mlp_only_layers": [1], "shared_expert_intermediate_size": 8, "tie_word_embeddings": True}],
+    "qwen3-5-text": [{"full_attention_interval": 3, "linear_num_value_heads": 2, "tie_word_embeddings": False},
+                     {"linear_conv_kernel_dim": 2, "num_key_value_heads": 4}],
     "smollm3": [{"no_rope_layers": [0, 1, 0, 1], "tie_word_embeddings": False},
                 {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}],
 }

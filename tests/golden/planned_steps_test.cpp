@@ -45,6 +45,7 @@ std::vector<Family> families() {
                           {"phi3-mixed", kDenseToo, 2, 12},
                           {"phi4-mini-fp32", {{.tp = 2}}},
                           {"gpt2-mixed", kDense, 1, 12},
+                          {"qwen3-5-text-mixed", {{.tp = 2}}},
                           {"mixtral-mixed", kExperts},
                           {"qwen3-moe-mixed", kExpertsToo, 2},
                           {"qwen3-next-mixed", kExpertsToo, 2},

@@ -68,10 +68,12 @@ class Reference {
 
 /// The folders of dense models.
 inline const std::vector<std::string> kFolders{
-    "qwen3-fp32",       "qwen3-mixed",       "llama-fp32",    "llama-mixed",   "qwen2-fp32",
-    "qwen2-mixed",      "mistral-fp32",      "mistral-mixed", "olmo2-fp32",    "olmo2-mixed",
-    "gemma3-text-fp32", "gemma3-text-mixed", "granite-fp32",  "granite-mixed", "smollm3-fp32",
-    "smollm3-mixed",    "phi3-fp32",         "phi3-mixed",    "phi4-mini-fp32"};
+    "qwen3-fp32",        "qwen3-mixed",   "llama-fp32",       "llama-mixed",
+    "qwen2-fp32",        "qwen2-mixed",   "mistral-fp32",     "mistral-mixed",
+    "olmo2-fp32",        "olmo2-mixed",   "gemma3-text-fp32", "gemma3-text-mixed",
+    "granite-fp32",      "granite-mixed", "smollm3-fp32",     "smollm3-mixed",
+    "phi3-fp32",         "phi3-mixed",    "phi4-mini-fp32",   "qwen3-5-text-fp32",
+    "qwen3-5-text-mixed"};
 
 /// Dense ones whose tensors have other names.
 inline const std::vector<std::string> kGpt2Folders{"gpt2-fp32", "gpt2-mixed"};
@@ -96,8 +98,9 @@ inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm
 /// Families with folders of both dtypes that `scripts/full families` goes through: all that
 /// `scripts/full layouts` does not.
 inline const std::vector<std::string> kLaterFamilies{
-    "mixtral", "deepseek-v3", "glm4-moe", "llama4-text", "gemma3-text", "olmo2",   "gpt2",
-    "qwen2",   "mistral",     "granite",  "smollm3",     "phi3",        "kimi-k2", "qwen3-next"};
+    "mixtral", "deepseek-v3", "glm4-moe", "llama4-text", "gemma3-text",
+    "olmo2",   "gpt2",        "qwen2",    "mistral",     "granite",
+    "smollm3", "phi3",        "kimi-k2",  "qwen3-next",  "qwen3-5-text"};
 
 /// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();

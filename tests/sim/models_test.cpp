@@ -92,11 +92,11 @@ std::string test_name(const ::testing::TestParamInfo<std::string>& info) {
 }
 
 const std::vector<std::string> kDense{
-    "qwen3-fp32",       "qwen3-mixed",       "llama-fp32",    "llama-mixed", "qwen2-fp32",
-    "qwen2-mixed",      "mistral-fp32",      "mistral-mixed", "olmo2-fp32",  "olmo2-mixed",
-    "gemma3-text-fp32", "gemma3-text-mixed", "gpt2-fp32",     "gpt2-mixed",  "granite-fp32",
-    "granite-mixed",    "smollm3-fp32",      "smollm3-mixed", "phi3-fp32",   "phi3-mixed",
-    "phi4-mini-fp32"};
+    "qwen3-fp32",       "qwen3-mixed",       "llama-fp32",        "llama-mixed", "qwen2-fp32",
+    "qwen2-mixed",      "mistral-fp32",      "mistral-mixed",     "olmo2-fp32",  "olmo2-mixed",
+    "gemma3-text-fp32", "gemma3-text-mixed", "gpt2-fp32",         "gpt2-mixed",  "granite-fp32",
+    "granite-mixed",    "smollm3-fp32",      "smollm3-mixed",     "phi3-fp32",   "phi3-mixed",
+    "phi4-mini-fp32",   "qwen3-5-text-fp32", "qwen3-5-text-mixed"};
 
 const std::vector<std::string> kWithExperts{
     "qwen3-moe-fp32",   "qwen3-moe-mixed",   "gpt-oss-fp32",           "gpt-oss-mixed",

@@ -156,7 +156,8 @@ INSTANTIATE_TEST_SUITE_P(Folders, Decode,
                                            "mistral-mixed", "olmo2-fp32", "olmo2-mixed",
                                            "gemma3-text-fp32", "gemma3-text-mixed", "granite-fp32",
                                            "granite-mixed", "smollm3-fp32", "smollm3-mixed",
-                                           "phi3-fp32", "phi3-mixed", "qwen3-next-fp32"),
+                                           "phi3-fp32", "phi3-mixed", "qwen3-next-fp32",
+                                           "qwen3-5-text-fp32"),
                          [](const auto& folder) {
                            std::string name = folder.param;
                            for (char& c : name) c = c == '-' ? '_' : c;

@@ -152,7 +152,8 @@ INSTANTIATE_TEST_SUITE_P(, KnownKeys,
                                            "mixtral-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
                                            "deepseek-v3-fp32", "glm4-moe-fp32", "llama4-text-fp32",
                                            "gemma4-fp32", "gpt2-fp32", "granite-fp32",
-                                           "smollm3-fp32", "phi3-fp32", "qwen3-next-fp32"),
+                                           "smollm3-fp32", "phi3-fp32", "qwen3-next-fp32",
+                                           "qwen3-5-text-fp32"),
                          [](const auto& tested) {
                            std::string name = tested.param;
                            std::ranges::replace(name, '-', '_');

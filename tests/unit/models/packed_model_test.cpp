@@ -191,7 +191,7 @@ INSTANTIATE_TEST_SUITE_P(Folders, PackedModel,
                                            "gpt2-fp32", "llama4-text-fp32", "mixtral-fp32",
                                            "olmo2-fp32", "granite-fp32", "smollm3-fp32",
                                            "phi3-fp32", "phi4-mini-fp32", "kimi-k2-fp32",
-                                           "qwen3-next-fp32"),
+                                           "qwen3-next-fp32", "qwen3-5-text-fp32"),
                          [](const auto& folder) {
                            std::string name = folder.param;
                            for (char& c : name) c = c == '-' ? '_' : c;

@@ -69,7 +69,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"olmo2-mixed", 0.0008}, Case{"gemma3-text-fp32", 0.0011},
         Case{"gemma3-text-mixed", 0.0010}, Case{"granite-fp32", 0.0001},
         Case{"granite-mixed", 0.0001}, Case{"smollm3-fp32", 0.0019}, Case{"smollm3-mixed", 0.0013},
-        Case{"phi3-fp32", 0.0004}, Case{"phi3-mixed", 0.0003}, Case{"phi4-mini-fp32", 0.0005}));
+        Case{"phi3-fp32", 0.0004}, Case{"phi3-mixed", 0.0003}, Case{"phi4-mini-fp32", 0.0005},
+        Case{"qwen3-5-text-fp32", 0.0280}, Case{"qwen3-5-text-mixed", 0.0063}));
 
 // GPT-2 against transformers (tests/golden/data). Bounds: that data's README.
 

@@ -312,7 +312,9 @@ std::vector<MemoryCase> dense_cases() {
           {.name = "granite_tp", .family = "granite", .dims = {.tp = 2}},
           {.name = "smollm3", .family = "smollm3", .dims = {.dp_shard = 2}},
           {.name = "phi3", .family = "phi3", .compute = kBf16},
-          {.name = "phi3_tp", .family = "phi3", .dims = {.tp = 2}, .mode = kSelective}};
+          {.name = "phi3_tp", .family = "phi3", .dims = {.tp = 2}, .mode = kSelective},
+          {.name = "qwen3_5", .family = "qwen3-5-text", .compute = kBf16},
+          {.name = "qwen3_5_tp", .family = "qwen3-5-text", .dims = {.tp = 2}}};
 }
 
 std::vector<MemoryCase> expert_cases() {

@@ -136,6 +136,7 @@ std::vector<Family> families() {
           {"phi4-mini"},
           {"gemma3-text"},
           {"gpt2"},
+          {"qwen3-5-text"},
           {"qwen3-moe", true},
           {"mixtral", true},
           {"gpt-oss", true},
