@@ -47,12 +47,15 @@ at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Ten
 }
 
 Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : TextModel(spec, axes) {
-  auto model = register_module("model", std::make_shared<Prefix>());
+  const DecoderNames& names = traits(spec.family).names;
+  auto model = register_module(names.stem, std::make_shared<Prefix>());
   const LocalSizes sizes = local_sizes(spec, axes);
   if (needs_embedding()) {
-    const auto embedding = std::make_shared<nn::Embedding>(sizes.vocab_size, spec.hidden_size,
-                                                           spec.pad_token_id, axes.tensor);
-    model->register_module("embed_tokens", embedding);
+    const auto padding =
+        traits(spec.family).pads_embedding ? spec.pad_token_id : std::optional<std::int64_t>();
+    const auto embedding =
+        std::make_shared<nn::Embedding>(sizes.vocab_size, spec.hidden_size, padding, axes.tensor);
+    model->register_module(names.embedding, embedding);
     embedding_.emplace(embedding);
   }
   const auto rope = std::make_shared<nn::Rope>(spec.rope, spec.head_dim);
@@ -71,7 +74,7 @@ Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : TextModel(spec,
   if (!has_head(stages_)) return;
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
   const auto head = std::make_shared<DecoderHead>(spec, sizes);
-  model->register_module("norm", head->norm());
+  model->register_module(names.norm, head->norm());
   register_module("lm_head", head->lm_head());
   if (ties_head()) nn::tie(head->lm_head()->weight, embedding_->module()->weight);
   head_.emplace(head);
@@ -122,12 +125,16 @@ at::Tensor Decoder::embedded_text(const at::Tensor& input_ids, std::int64_t /*be
 }
 
 std::vector<ModelUnit> Decoder::units() {
-  return text_units("model.embed_tokens", "model.layers.");
+  const DecoderNames& names = traits(spec_.family).names;
+  return text_units(concat(names.stem, ".", names.embedding), concat(names.stem, ".layers."));
 }
 
 std::string Decoder::canonical_name(const std::string& unit, const std::string& path) const {
   if (unit != kHeadUnit) return unit + "." + path;
-  return path.starts_with("norm.") ? "model." + path : path;
+  constexpr std::string_view kNorm = "norm";
+  if (!path.starts_with("norm.")) return path;
+  const DecoderNames& names = traits(spec_.family).names;
+  return concat(names.stem, ".", names.norm, std::string_view(path).substr(kNorm.size()));
 }
 
 std::shared_ptr<LanguageModel> build_decoder(const ModelSpec& spec, const ModelAxes& axes) {

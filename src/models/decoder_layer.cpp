@@ -12,9 +12,12 @@
 #include "nn/chunked_attention.h"
 #include "nn/mla.h"
 #include "nn/state/delta_net.h"
+#include "nn/state/mamba.h"
 
 namespace tessera::models {
 namespace {
+
+constexpr const char* kOnePart = "mixer";  ///< of a layer that has no other
 
 nn::NormRounding rounding_of(const FamilyTraits& family) {
   return family.norm_rounds_once ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight;
@@ -88,6 +91,22 @@ std::shared_ptr<nn::TokenMixer> delta_net(const ModelSpec& spec, const LocalSize
                                              : nn::DeltaNetOptions::Projections::kByKeyHead});
 }
 
+std::shared_ptr<nn::TokenMixer> mamba(const ModelSpec& spec, const LocalSizes& sizes) {
+  const MambaSpec& mamba = *spec.mamba;
+  return std::make_shared<nn::Mamba>(
+      nn::MambaOptions{.hidden_size = spec.hidden_size,
+                       .heads = sizes.mamba_heads,
+                       .head_dim = mamba.mamba_head_dim,
+                       .groups = sizes.mamba_groups,
+                       .state_size = mamba.ssm_state_size,
+                       .conv_width = mamba.conv_kernel,
+                       .conv_bias = mamba.use_conv_bias ? nn::Bias::kYes : nn::Bias::kNo,
+                       .chunk = mamba.chunk_size,
+                       .least_step = mamba.time_step_min,
+                       .norm_eps = spec.rms_norm_eps,
+                       .region = sizes.axes.tensor});
+}
+
 std::shared_ptr<nn::TokenMixer> make_attention(const ModelSpec& spec, std::int64_t number,
                                                const LocalSizes& sizes,
                                                std::shared_ptr<nn::Rope> rope) {
@@ -110,6 +129,22 @@ std::shared_ptr<nn::TokenMixer> make_attention(const ModelSpec& spec, std::int64
   return std::make_shared<nn::Mla>(options, std::move(rope));
 }
 
+std::shared_ptr<nn::TokenMixer> make_mixer(const ModelSpec& spec, std::int64_t number,
+                                           const LocalSizes& sizes,
+                                           std::shared_ptr<nn::Rope> rope) {
+  if (!spec.is_linear(number)) return make_attention(spec, number, sizes, std::move(rope));
+  return spec.mamba ? mamba(spec, sizes) : delta_net(spec, sizes);
+}
+
+bool has_one_part(const FamilyTraits& family) {
+  return family.norms == NormPlacement::kBeforeOnePart;
+}
+
+nn::Gate gate_of(const FamilyTraits& family) {
+  if (family.relu_squared_mlp) return nn::Gate::kNone;
+  return family.gelu_mlp ? nn::Gate::kGelu : nn::Gate::kSilu;
+}
+
 }  // namespace
 
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region) {
@@ -121,23 +156,29 @@ std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::Tenso
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope)
     : number_(number), is_alone_(sizes.axes.tensor.size() == 1) {
-  mixer_ = spec.is_linear(number)
-               ? register_module("linear_attn", delta_net(spec, sizes))
-               : register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
-  const FamilyTraits& family = traits(spec.family);
-  if (spec.is_moe(number)) {
-    moe_ =
-        register_module(family.moe_names.module, std::make_shared<MoeLayer>(spec, number, sizes));
-  } else {
-    const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
-    const auto gate = family.gelu_mlp ? nn::Gate::kGelu : nn::Gate::kSilu;
-    const auto first = family.fused_projections ? nn::GateAndUp::kFused : nn::GateAndUp::kApart;
-    mlp_ = register_module(std::string(family.mlp_module),
-                           std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
-                                                     bias, sizes.axes.tensor, gate, first));
+  const bool one_part = has_one_part(traits(spec.family));
+  if (!spec.sees_nothing(number)) {
+    const char* name = spec.is_linear(number) ? "linear_attn" : "self_attn";
+    mixer_ = register_module(one_part ? kOnePart : name,
+                             make_mixer(spec, number, sizes, std::move(rope)));
   }
+  if (!one_part || spec.sees_nothing(number)) add_feed_forward(spec, sizes);
   add_norms(spec, sizes.axes.tensor);
   if (spec.granite) addend_factor_ = spec.granite->residual_multiplier;
+}
+
+void DecoderLayer::add_feed_forward(const ModelSpec& spec, const LocalSizes& sizes) {
+  const FamilyTraits& family = traits(spec.family);
+  if (spec.is_moe(number_)) {
+    moe_ =
+        register_module(family.moe_names.module, std::make_shared<MoeLayer>(spec, number_, sizes));
+    return;
+  }
+  const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
+  const auto first = family.fused_projections ? nn::GateAndUp::kFused : nn::GateAndUp::kApart;
+  mlp_ = register_module(std::string(family.mlp_module),
+                         std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size, bias,
+                                                   sizes.axes.tensor, gate_of(family), first));
 }
 
 void DecoderLayer::add_norms(const ModelSpec& spec, const nn::TensorRegion& region) {
@@ -145,6 +186,10 @@ void DecoderLayer::add_norms(const ModelSpec& spec, const nn::TensorRegion& regi
     return register_module(name, decoder_norm(spec, region));
   };
   const NormPlacement placement = traits(spec.family).norms;
+  if (placement == NormPlacement::kBeforeOnePart) {
+    (mixer_ ? before_attention_ : before_feed_forward_) = norm("norm");
+    return;
+  }
   if (placement != NormPlacement::kAfter) before_attention_ = norm("input_layernorm");
   if (placement == NormPlacement::kBefore) {
     before_feed_forward_ = norm("post_attention_layernorm");
@@ -186,6 +231,12 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
                                         const nn::Documents& documents) {
   using Tensors = std::vector<at::Tensor>;
   const Tensors inputs{x, documents.starts};
+  if (!has_feed_forward()) {
+    const auto alone = [this](const Tensors& in) {
+      return Tensors{behind_mixer_alone(in[0], {in[1]})};
+    };
+    return {is_alone_ ? grad::in_region(*this, "", inputs, alone)[0] : alone(inputs)[0], {}};
+  }
   if (mlp_ && is_alone_) {
     const auto whole = [this](const Tensors& in) {
       const Tensors halves = up_to_feed_forward(in[0], {in[1]});
@@ -216,15 +267,25 @@ std::vector<at::Tensor> DecoderLayer::behind_attention(const at::Tensor& x,
   return {std::move(sum), std::move(normed)};
 }
 
+at::Tensor DecoderLayer::behind_mixer_alone(const at::Tensor& x, const nn::Documents& documents) {
+  return x + as_addend(mixer_->forward(before_attention_->forward(x), documents));
+}
+
 std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x,
                                                          const nn::Documents& documents) {
+  if (!mixer_) return {x, before_feed_forward_->forward(x)};
   return behind_attention(
       x, mixer_->forward(before_attention_ ? before_attention_->forward(x) : x, documents));
 }
 
 at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
+  if (!mixer_) {
+    cache.advance(x.size(1));
+    return feed_forward(x, before_feed_forward_->forward(x), {}).x;
+  }
   const at::Tensor attended =
       mixer_->decode(before_attention_ ? before_attention_->forward(x) : x, cache);
+  if (!has_feed_forward()) return x + as_addend(attended);
   const std::vector<at::Tensor> halves = behind_attention(x, attended);
   return feed_forward(halves[0], halves[1], {}).x;
 }

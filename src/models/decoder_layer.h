@@ -1,5 +1,5 @@
 // One layer of a decoder-only model: attention, or a layer with a state, and an MLP or a mixture of
-// experts, each behind a norm and beside the residual stream.
+// experts, each behind a norm and beside the residual stream; in some families only one of the two.
 //
 // Which of them a layer has is read off the spec's layer types and the FamilyTraits in
 // decoder_layer.cpp. Short symbols: B
@@ -62,8 +62,12 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:
+  void add_feed_forward(const ModelSpec& spec, const LocalSizes& sizes);
+  bool has_feed_forward() const { return mlp_ || moe_; }
   Output body(const at::Tensor& x, const RoutingRequest& request, const nn::Documents& documents);
   void add_norms(const ModelSpec& spec, const nn::TensorRegion& region);
+  /// Of a layer without a feed-forward.
+  at::Tensor behind_mixer_alone(const at::Tensor& x, const nn::Documents& documents);
   std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x, const nn::Documents& documents);
   std::vector<at::Tensor> behind_attention(const at::Tensor& x, const at::Tensor& attended);
   at::Tensor as_addend(const at::Tensor& half) const;
@@ -71,8 +75,8 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
                       const RoutingRequest& request);
 
   std::int64_t number_;
-  std::shared_ptr<nn::TokenMixer> mixer_;
-  std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts
+  std::shared_ptr<nn::TokenMixer> mixer_;  // null in a layer that is a feed-forward alone
+  std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts, or without a feed-forward
   std::shared_ptr<MoeLayer> moe_;  // null in a layer without
   // Null where the family has none there (NormPlacement).
   std::shared_ptr<nn::RmsNorm> before_attention_, after_attention_;

@@ -41,6 +41,17 @@ enum class NormPlacement : std::uint8_t {
   kBefore,  ///< of what goes in: input_layernorm, post_attention_layernorm
   kAfter,   ///< of what comes out: post_attention_layernorm, post_feedforward_layernorm
   kAround,  ///< both: those two, input_layernorm and pre_feedforward_layernorm
+  /// One, of what goes into the only part of a layer: a layer is attention (or has a state) or a
+  /// feed-forward, "mixer", behind its "norm".
+  kBeforeOnePart,
+};
+
+/// What a decoder's parts outside its layers are called in files.
+struct DecoderNames {
+  std::string stem = "model";
+  std::string embedding = "embed_tokens";  ///< inside it, as the norm
+  std::string norm = "norm";
+  std::string stem_in_transformers = {};  ///< where its class calls the stem otherwise
 };
 
 /// What a layer with experts, and the tensors of an expert, are called where files hold one a
@@ -109,6 +120,7 @@ struct FamilyTraits {
   std::string (*module_name)(std::string_view) = [](std::string_view name) {
     return std::string(name);
   };
+  DecoderNames names = {};
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
   std::string_view mlp_module = "mlp";                ///< of a layer without experts
@@ -132,7 +144,9 @@ struct FamilyTraits {
   bool delta_projections_apart = false;
   bool output_bias = true;         ///< attention_bias holds for o_proj, too
   bool gelu_mlp = false;           ///< the MLP's gate is GELU's tanh form, not SiLU
+  bool relu_squared_mlp = false;   ///< it has no gate
   bool scaled_embedding = false;   ///< times sqrt(hidden_size), rounded to the embedding's dtype
+  bool pads_embedding = true;      ///< the row of pad_token_id has no gradient
   bool learned_positions = false;  ///< there are no others than max_position_embeddings
   /// q, k and v are rows of one matrix (qkv_proj), gate and up of another (gate_up_proj).
   bool fused_projections = false;

@@ -37,6 +37,8 @@ struct LocalSizes {
   std::int64_t kv_heads = 0;
   std::int64_t linear_key_heads = 0;  ///< of layers with a state, as the value heads
   std::int64_t linear_value_heads = 0;
+  std::int64_t mamba_heads = 0;
+  std::int64_t mamba_groups = 0;
   std::int64_t intermediate_size = 0;
   std::int64_t experts = 0;
   std::int64_t moe_intermediate_size = 0;
@@ -56,6 +58,10 @@ inline LocalSizes local_sizes(const ModelSpec& spec, const ModelAxes& axes = {})
   if (spec.delta_net) {
     sizes.linear_key_heads = spec.delta_net->linear_num_key_heads / tp;
     sizes.linear_value_heads = spec.delta_net->linear_num_value_heads / tp;
+  }
+  if (spec.mamba) {
+    sizes.mamba_heads = spec.mamba->mamba_num_heads / tp;
+    sizes.mamba_groups = spec.mamba->n_groups / tp;
   }
   if (spec.moe) {
     sizes.experts = spec.moe->num_experts / axes.degrees.ep;

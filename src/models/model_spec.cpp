@@ -9,6 +9,7 @@
 #include "base/text/json_reader.h"
 #include "models/config_reader.h"
 #include "models/family.h"
+#include "models/keys/bare_infinity.h"
 #include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
@@ -65,6 +66,15 @@ double linear_attention_size(const ModelSpec& spec) {
          d(linear.linear_conv_kernel_dim) * (2 * keys + values);
 }
 
+double mamba_size(const ModelSpec& spec) {
+  const MambaSpec& mamba = *spec.mamba;
+  const auto d = [](std::int64_t n) { return static_cast<double>(n); };
+  const double inner = d(mamba.mamba_num_heads) * d(mamba.mamba_head_dim);
+  const double mixed = inner + 2 * d(mamba.n_groups) * d(mamba.ssm_state_size);
+  return d(spec.hidden_size) * (2 * inner + mixed + d(mamba.mamba_num_heads)) +
+         d(mamba.conv_kernel) * mixed;
+}
+
 /// In floating point, which cannot overflow.
 void check_total_size(const ModelSpec& spec) {
   const auto d = [](std::int64_t n) { return static_cast<double>(n); };
@@ -72,7 +82,9 @@ void check_total_size(const ModelSpec& spec) {
       spec.mla ? latent_attention_size(spec)
                : d(spec.hidden_size) * d(spec.head_dim) *
                      (2 * d(spec.num_attention_heads) + 2 * d(spec.num_key_value_heads));
-  const double linear = spec.delta_net ? linear_attention_size(spec) : 0.0;
+  const double linear = spec.delta_net ? linear_attention_size(spec)
+                        : spec.mamba   ? mamba_size(spec)
+                                       : 0.0;
   double inner = d(spec.intermediate_size);
   if (spec.moe) {
     // Descriptions hold a name for each of the files' tensors.
@@ -188,7 +200,8 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
                 json_text.size(), " bytes, expected at most ", kLongestText);
   ParsedSpec result;
   LeftKeys left;
-  const nlohmann::json parsed = of_text(parse_json_object(json_text, "config.json"), left);
+  const nlohmann::json parsed =
+      of_text(parse_json_object(spell_bare_infinity(json_text), "config.json"), left);
   ConfigReader keys(parsed);
   const FamilyTraits& family = read_family(keys);
   result.spec = family.spec;
@@ -252,6 +265,11 @@ namespace {
 /// Every position reads and writes one state, which costs as much as so many positions behind a
 /// window of one would.
 LayerAttention linear_attention_of(const ModelSpec& spec) {
+  if (spec.mamba) {
+    constexpr std::int64_t kOfMamba = 2;  // what is read of it, what is added
+    const std::int64_t state = spec.mamba->inner_size() * spec.mamba->ssm_state_size;
+    return {kOfMamba * state / spec.num_attention_heads, 1};
+  }
   const DeltaNetSpec& linear = *spec.delta_net;
   constexpr std::int64_t kProducts = 3;  // what is read of it, what is known already, what is added
   const std::int64_t state = linear.value_size() * linear.linear_key_head_dim;
@@ -263,6 +281,7 @@ LayerAttention linear_attention_of(const ModelSpec& spec) {
 LayerAttention attention_of(const ModelSpec& spec, std::int64_t layer) {
   const auto own = traits(spec.family).attention_of;
   if (own != nullptr) return own(spec, layer);
+  if (spec.sees_nothing(layer)) return {};
   if (spec.is_linear(layer)) return linear_attention_of(spec);
   LayerAttention of{spec.attended_dims()};
   if (spec.is_sliding(layer)) of.window = spec.sliding_window;
@@ -319,6 +338,7 @@ void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   if (spec.delta_net) {
     check_divides(kTp, tp, "linear_num_key_heads", spec.delta_net->linear_num_key_heads);
   }
+  if (spec.mamba) check_divides(kTp, tp, "n_groups", spec.mamba->n_groups);
   // Ranks that share a key head would hold different gradients of parts of one matrix.
   if (traits(spec.family).fused_projections) {
     check_divides(kTp, tp, "num_key_value_heads", spec.num_key_value_heads);

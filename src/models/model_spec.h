@@ -66,6 +66,7 @@ struct ModelSpec {
   std::optional<ChunkedSpec> chunked = {};     ///< of attention in chunks
   std::optional<MlaSpec> mla = {};             ///< of latent attention; head_dim is what rope turns
   std::optional<DeltaNetSpec> delta_net = {};  ///< of linear attention
+  std::optional<MambaSpec> mamba = {};         ///< of state-space layers
   /// Of sliding layers, where they have another rope than full ones (`rope`).
   std::optional<nn::RopeOptions> sliding_rope = {};
   /// Scores are divided by its root; none = head_dim.
@@ -85,6 +86,11 @@ struct ModelSpec {
   bool is_linear(std::int64_t layer) const {
     return !layer_types.empty() &&
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kLinear;
+  }
+  /// Whether the layer is a feed-forward alone.
+  bool sees_nothing(std::int64_t layer) const {
+    return !layer_types.empty() &&
+           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kNone;
   }
   bool has_rope(std::int64_t layer) const {
     return std::ranges::find(layers_without_rope, layer) == layers_without_rope.end();

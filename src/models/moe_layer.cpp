@@ -62,6 +62,7 @@ ParameterLayout expert_sum_layout(const ParallelDims& share) {
 
 /// Declares gate and up, which one product computes, along `dim` of its matrix.
 layout::FusedMatrices gate_and_up(const MoeSpec& moe, int dim) {
+  if (!moe.is_gated()) return {};
   const bool in_turn = moe.activation == ExpertActivation::kClampedSwiglu;
   using Order = layout::FusedMatrices::Order;
   return {.count = 2, .dim = dim, .order = in_turn ? Order::kInTurn : Order::kSideBySide};
@@ -71,10 +72,11 @@ layout::FusedMatrices gate_and_up(const MoeSpec& moe, int dim) {
 /// of the inputs, and its gradient is an addend of each rank that has some of the outputs.
 moe::AdapterPlacement beside_gate_up(const ParallelDims& share, const MoeSpec& moe,
                                      std::int64_t rank) {
-  const bool in_turn = moe.activation == ExpertActivation::kClampedSwiglu;
+  const bool as_they_stand = moe.activation == ExpertActivation::kClampedSwiglu || !moe.is_gated();
   return {expert_sum_layout(share),
-          in_turn ? expert_layout(share, 1)
-                  : expert_layout(share, 2, {moe.num_experts, 2, moe.moe_intermediate_size, rank}),
+          as_they_stand
+              ? expert_layout(share, 1)
+              : expert_layout(share, 2, {moe.num_experts, 2, moe.moe_intermediate_size, rank}),
           gate_and_up(moe, 0)};
 }
 
@@ -116,6 +118,7 @@ moe::RouteOptions route_options(const MoeSpec& moe) {
 moe::Activation activation_of(const MoeSpec& moe) {
   if (moe.activation == ExpertActivation::kSwiglu) return nn::swiglu_halves;
   if (moe.activation == ExpertActivation::kGeglu) return moe::of_halves(nn::geglu);
+  if (!moe.is_gated()) return nn::relu_squared;
   return [clamp = nn::ClampedSwiglu{moe.swiglu_alpha, moe.swiglu_limit}](const at::Tensor& both) {
     return nn::clamped_swiglu(both, clamp);
   };
@@ -179,12 +182,14 @@ moe::Routing ExpertRouter::route(const at::Tensor& scores, const std::optional<a
 }
 
 ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
-    : moe_(*spec.moe), axes_(sizes.axes) {
+    : moe_(*spec.moe), family_(spec.family), axes_(sizes.axes) {
   const std::int64_t hidden = spec.hidden_size;
   const std::int64_t inner = sizes.moe_intermediate_size;
   const std::int64_t count = sizes.experts;
   const ParallelDims& share = axes_.degrees;
-  if (moe_.layout != ExpertLayout::kInOut) {
+  if (!moe_.is_gated()) {
+    add_without_gate(count, hidden, inner);
+  } else if (moe_.layout != ExpertLayout::kInOut) {
     nn::Declaration gate_up{
         .layout =
             expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden}),
@@ -215,6 +220,17 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
       add_parameter("down_proj_bias", {count, hidden}, nn::bias_of_layer(expert_sum_layout(share)));
 }
 
+void ExpertBank::add_without_gate(std::int64_t count, std::int64_t hidden, std::int64_t inner) {
+  TESSERA_INVARIANT(moe_.layout == ExpertLayout::kOutIn && !moe_.expert_bias,
+                    "experts without a gate in another layout, or with biases");
+  const MoeNames& names = traits(family_).moe_names;
+  const ParallelDims& share = axes_.degrees;
+  gate_up_proj_ = add_parameter("up_proj", {count, inner, hidden},
+                                {.layout = expert_layout(share, 1), .parts = {names.up}});
+  down_proj_ = add_parameter("down_proj", {count, hidden, inner},
+                             {.layout = expert_layout(share, 2), .parts = {names.down}});
+}
+
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing,
                                std::function<void()> meanwhile) {
   const auto layout =
@@ -239,7 +255,8 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing,
 void ExpertBank::add_adapter(const std::string& product, const nn::LoraOptions& options) {
   const bool is_down = product == "down_proj";
   std::shared_ptr<moe::ExpertAdapter>& adapter = is_down ? down_adapter_ : gate_up_adapter_;
-  TESSERA_INVARIANT(is_down || product == "gate_up_proj", product, " is no product of experts");
+  TESSERA_INVARIANT(is_down || product == (moe_.is_gated() ? "gate_up_proj" : "up_proj"), product,
+                    " is no product of experts");
   TESSERA_INVARIANT(!adapter && options.dropout == 0.0, "an adapter of ", options.layer,
                     " that is the second, or drops");
   const at::Tensor& matrices = is_down ? down_proj_ : gate_up_proj_;
@@ -261,10 +278,10 @@ MoeLayer::MoeLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes&
                             std::make_shared<ExpertRouter>(spec, number, region));
   experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
   if (sizes.shared_intermediate_size == 0) return;
-  shared_experts_ =
-      register_module(std::string(traits(spec.family).shared_module),
-                      std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
-                                                nn::Bias::kNo, region));
+  shared_experts_ = register_module(
+      std::string(traits(spec.family).shared_module),
+      std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size, nn::Bias::kNo,
+                                region, spec.moe->is_gated() ? nn::Gate::kSilu : nn::Gate::kNone));
   if (!spec.moe->shared_gate) return;
   // On shards of the tokens, or in front of addends, as the router.
   shared_gate_ = register_module(

@@ -62,16 +62,21 @@ class ExpertBank : public nn::PlacedModule, public IsModelPart {
   at::Tensor forward(const at::Tensor& x, const moe::Routing& routing,
                      std::function<void()> meanwhile = {});
   /// Adds the parameters PRODUCT.lora_A.weight [E, rank, in] and PRODUCT.lora_B.weight [E, out,
-  /// rank] beside a product of this bank ("gate_up_proj", "down_proj"), before sharding.
+  /// rank] beside a product of this bank ("gate_up_proj", without a gate "up_proj"; "down_proj"),
+  /// before sharding.
   void add_adapter(const std::string& product, const nn::LoraOptions& options);
   /// The module's name in the model, for errors.
   void set_name(std::string name) { name_ = std::move(name); }
 
  private:
+  void add_without_gate(std::int64_t count, std::int64_t hidden, std::int64_t inner);
+
   std::string name_ = "experts";
   MoeSpec moe_;
+  Family family_;
   ModelAxes axes_;
-  at::Tensor gate_up_proj_, gate_up_proj_bias_;
+  at::Tensor gate_up_proj_;  // without a gate "up_proj"
+  at::Tensor gate_up_proj_bias_;
   at::Tensor down_proj_, down_proj_bias_;
   std::shared_ptr<moe::ExpertAdapter> gate_up_adapter_, down_adapter_;  // null without
 };

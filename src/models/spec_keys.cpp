@@ -225,6 +225,8 @@ const char* word_of(LayerType type) {
       return kFullAttention;
     case LayerType::kLinear:
       return kLinearAttention;
+    case LayerType::kNone:
+      break;
   }
   TESSERA_INVARIANT(false, "a type of layers without a name");
 }

@@ -53,6 +53,7 @@ auto part_of(Spec& spec) {
   if constexpr (std::is_same_v<Part, MoeSpec>) return in(spec.moe);
   if constexpr (std::is_same_v<Part, MlaSpec>) return in(spec.mla);
   if constexpr (std::is_same_v<Part, DeltaNetSpec>) return in(spec.delta_net);
+  if constexpr (std::is_same_v<Part, MambaSpec>) return in(spec.mamba);
   if constexpr (std::is_same_v<Part, ChunkedSpec>) return in(spec.chunked);
   if constexpr (std::is_same_v<Part, Gpt2Spec>) return in(spec.gpt2);
   if constexpr (std::is_same_v<Part, GraniteSpec>) return in(spec.granite);

@@ -1,6 +1,6 @@
 // The records that a ModelSpec is made of, as a config.json gives them: what a layer sees of the
-// positions before (LayerType), latent attention (MlaSpec), linear attention (DeltaNetSpec), a
-// mixture of experts (MoeSpec) of a family whose layers have one in the place of the MLP or beside
+// positions before (LayerType), latent attention (MlaSpec), linear attention (DeltaNetSpec),
+// state-space layers (MambaSpec), a mixture of experts (MoeSpec) of a family whose layers have one in the place of the MLP or beside
 // it, and what a batch must know of a model that sees images (ImageTokens).
 //
 // Pure. Next: model_spec.h, moe_layer.h, patch_grid.h.
@@ -17,7 +17,8 @@ enum class LayerType : std::uint8_t {
   kSliding,  ///< query i sees key j where i - window < j <= i
   kChunked,  ///< query i sees key j where j <= i and both lie in one chunk of positions
   kFull,
-  kLinear,  ///< a state of fixed size that every position changes (nn/state/delta_net.h)
+  kLinear,  ///< a state of fixed size that every position changes (nn/state/)
+  kNone,    ///< nothing: the layer is a feed-forward alone (Nemotron-H)
 };
 
 // As transformers' `layer_types` spell them.
@@ -62,6 +63,22 @@ struct DeltaNetSpec {
   bool operator==(const DeltaNetSpec&) const = default;
 };
 
+/// Of Mamba-2, the layers of kind kLinear of Nemotron-H (nn/state/mamba.h). The fields carry the
+/// names of the file's keys.
+struct MambaSpec {
+  std::int64_t mamba_num_heads = 128;
+  std::int64_t mamba_head_dim = 64;
+  std::int64_t n_groups = 8;  ///< of heads; divides them
+  std::int64_t ssm_state_size = 128;
+  std::int64_t conv_kernel = 4;
+  std::int64_t chunk_size = 128;
+  bool use_conv_bias = true;
+  double time_step_min = 0.001;  ///< the least step of a state
+
+  std::int64_t inner_size() const { return mamba_num_heads * mamba_head_dim; }
+  bool operator==(const MambaSpec&) const = default;
+};
+
 /// The shares that GPT-2's config.json says are dropped: kept for readers of the folder that is
 /// written, nothing here drops anything. In ModelSpec max_position_embeddings is the number of
 /// learned positions, rms_norm_eps that of the LayerNorms, attention_dropout attn_pdrop.
@@ -100,11 +117,14 @@ enum class ExpertActivation : std::uint8_t {
   kSwiglu,         ///< gate rows first, then up rows
   kClampedSwiglu,  ///< gate and up in turn, clamped (gpt-oss)
   kGeglu,          ///< gate rows first, then up rows (Gemma 4)
+  kReluSquared,    ///< up rows alone: there is no gate (Nemotron-H)
 };
 
 /// How the matrices of experts stand in files and in parameters.
 enum class ExpertLayout : std::uint8_t {
-  kOutIn,       ///< [E, 2I, H] and [E, H, I]; one tensor an expert and projection in files
+  /// [E, 2I, H], without a gate [E, I, H], and [E, H, I]; one tensor an expert and projection in
+  /// files.
+  kOutIn,
   kOutInAsOne,  ///< the same; in files as in parameters
   kInOut,       ///< [E, H, 2I] and [E, I, H]; in files as in parameters
 };
@@ -148,6 +168,7 @@ struct MoeSpec {
   /// dtype.
   bool wide_weights = false;
 
+  bool is_gated() const { return activation != ExpertActivation::kReluSquared; }
   bool has_stored_bias() const { return scores == ExpertScores::kSigmoid; }
   bool is_moe(std::int64_t layer) const {
     for (const std::int64_t dense : mlp_only_layers) {

@@ -49,7 +49,7 @@ at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Disp
 at::Tensor scale_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
 struct ExpertWeights {
-  at::Tensor gate_up;            ///< kOutIn [E, 2I, H], kInOut [E, H, 2I]
+  at::Tensor gate_up;            ///< kOutIn [E, 2I, H] or, of up alone, [E, I, H]; kInOut [E, H, 2I]
   at::Tensor down;               ///< kOutIn [E, H, I], kInOut [E, I, H]
   at::Tensor gate_up_bias = {};  ///< [E, 2I], undefined: none
   at::Tensor down_bias = {};     ///< [E, H], undefined: none
@@ -58,7 +58,7 @@ struct ExpertWeights {
   AdapterWeights down_adapter = {};
 };
 
-/// What an expert does between its two products: [rows, 2I] -> [rows, I].
+/// What an expert does between its two products: [rows, 2I], or of up alone [rows, I], -> [rows, I].
 using Activation = std::function<at::Tensor(const at::Tensor& both)>;
 /// gated(gate, up) of the first and the second half of the columns.
 Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tensor& up));

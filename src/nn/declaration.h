@@ -20,7 +20,9 @@ enum class InitKind : std::uint8_t {
   kOnes,
   kZeros,
   kUniform,  ///< within 1 / sqrt(inputs) of 0, inputs being the last dim of the whole parameter
-  kLogOfUniform,  ///< the logarithm of a number from 0.01 to 16
+  kLogOfUniform,     ///< the logarithm of a number from 0.01 to 16
+  kLogOfNumber,      ///< the logarithms of 1, 2, 3 and so on
+  kInverseSoftplus,  ///< its softplus is of 0.001 to 0.1, uniform in the logarithm
 };
 
 /// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.

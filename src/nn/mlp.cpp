@@ -1,6 +1,7 @@
 #include "nn/mlp.h"
 
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/relu.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>
@@ -68,7 +69,27 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
   }
 };
 
+/// Keeps what is not negative of the input.
+struct ReluSquaredFunction : torch::autograd::Function<ReluSquaredFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
+    const at::Tensor kept = at::relu(x);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({kept});
+    return kept * kept;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    base::refuse_double_backward();
+    if (!grads[0].defined()) return variable_list(1);  // [Note: left-out results]
+    return {(grads[0] * ctx->get_saved_variables()[0]).mul_(2)};
+  }
+};
+
 }  // namespace
+
+at::Tensor relu_squared(const at::Tensor& x) {
+  return base::has_second_derivatives(x) ? at::relu(x).square() : ReluSquaredFunction::apply(x);
+}
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return base::has_second_derivatives(gate) ? kernels::swiglu(gate, up)
@@ -88,7 +109,9 @@ Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
     gate_up_proj_ =
         add("gate_up_proj", 2 * intermediate_size, side_by_side(region, {whole, whole}));
   } else {
-    gate_proj_ = add("gate_proj", intermediate_size, column_parallel(region));
+    if (gate != Gate::kNone) {
+      gate_proj_ = add("gate_proj", intermediate_size, column_parallel(region));
+    }
     up_proj_ = add("up_proj", intermediate_size, column_parallel(region));
   }
   down_proj_ = register_module("down_proj", std::make_shared<Linear>(intermediate_size, hidden_size,
@@ -108,6 +131,7 @@ at::Tensor Mlp::addend(const at::Tensor& x) {
 
 at::Tensor Mlp::inner(const at::Tensor& x) {
   if (gate_up_proj_) return swiglu_halves(gate_up_proj_->forward(x));
+  if (gate_ == Gate::kNone) return relu_squared(up_proj_->forward(x));
   const at::Tensor gate = gate_proj_->forward(x);
   const at::Tensor up = up_proj_->forward(x);
   return gate_ == Gate::kSilu ? swiglu(gate, up) : geglu(gate, up);

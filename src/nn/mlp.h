@@ -1,5 +1,5 @@
-// The gated MLPs, down(silu(gate(x)) * up(x)) and its twin by GELU (in its tanh form), and their
-// gates apart: with two inputs that are products of their own, or, as experts do it between theirs,
+// The gated MLPs, down(silu(gate(x)) * up(x)) and its twin by GELU (in its tanh form), the one
+// without a gate, down(relu(up(x))^2), and their gates apart: with two inputs that are products of their own, or, as experts do it between theirs,
 // on both halves of one product at once.
 //
 // Short symbols: I inner. Next: grouped_linear.h, ../moe/experts.h.
@@ -19,7 +19,14 @@ namespace tessera::nn {
 /// silu(gate) * up, elementwise.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-enum class Gate : std::uint8_t { kSilu, kGelu };
+/// relu(x)^2, elementwise.
+at::Tensor relu_squared(const at::Tensor& x);
+
+enum class Gate : std::uint8_t {
+  kSilu,
+  kGelu,
+  kNone,  ///< relu_squared of up alone
+};
 /// Whether gate and up are two matrices or rows of one, "gate_up_proj".
 enum class GateAndUp : std::uint8_t { kApart, kFused };
 
@@ -40,7 +47,7 @@ class Mlp : public torch::nn::Module {
 
   TensorRegion region_;
   Gate gate_;
-  std::shared_ptr<Linear> gate_proj_, up_proj_;  ///< null where they are one
+  std::shared_ptr<Linear> gate_proj_, up_proj_;  ///< null where they are one, or there is no gate
   std::shared_ptr<Linear> gate_up_proj_;         ///< null where they are apart
   std::shared_ptr<Linear> down_proj_;
 };

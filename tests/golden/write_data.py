@@ -14,6 +14,7 @@ import hashlib
 import json
 import lzma
 import pathlib
+import re
 import shutil
 import sys
 
@@ -62,7 +63,8 @@ def to_bfloat16(data):
 def write_narrow(wide, narrow):
     """Writes the configs and the weights of FAMILY-mixed out of FAMILY-fp32."""
     for name in CONFIGS:
-        (narrow / name).write_text((wide / name).read_text().replace("float32", "bfloat16"))
+        text = (wide / name).read_text()
+        (narrow / name).write_text(re.sub(r'("(?:torch_)?dtype": )"float32"', r'\1"bfloat16"', text))
     dtypes = {name: row["dtype"] for name, row in json.loads((narrow / RESULTS[0]).read_text())["parameters"].items()}
     tensors = {name: (dtypes[name], shape, data if dtypes[name] == "F32" else to_bfloat16(data))
                for name, (_, shape, data) in read_tensors(wide / "model.safetensors").items()}

@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
+#include "base/threads/shapes_only.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -29,7 +30,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr double kNever = -std::numeric_limits<double>::infinity();
+constexpr double kNothingLeft = -std::numeric_limits<double>::infinity();
 
 struct StateSpaceSizes {
   std::int64_t rows, positions, heads, head_dim, groups, state;
@@ -148,10 +149,14 @@ class ChunkedStateSpace {
     chunk_ = std::min(chunk, sizes_.positions);
     a_ = in.a.to(dtype_).unflatten(0, {sizes_.groups, sizes_.of_group()});
     d_ = in.d.to(dtype_).view({sizes_.groups, sizes_.of_group(), 1});
-    unseen_ = at::full({chunk_, chunk_}, kNever, wide_options()).triu_(1);
+    unseen_ = at::full({chunk_, chunk_}, kNothingLeft, wide_options()).triu_(1);
   }
 
   std::int64_t chunks() const { return (sizes_.positions + chunk_ - 1) / chunk_; }
+  /// In a dry run the first two chunks and the last one take what any of them does.
+  bool skips(std::int64_t number) const {
+    return base::shapes_only() && number > 1 && number + 1 < chunks();
+  }
   at::TensorOptions wide_options() const { return in_.x.options().dtype(dtype_); }
 
   /// Empty states behind all chunks but the last, [chunks - 1, B G, R P, N].
@@ -213,10 +218,12 @@ ChunkValues ChunkedStateSpace::values_of(const ChunkShape& shape) const {
   at::Tensor from_before = summed;
   if (starts_.defined()) {
     const at::Tensor starts = starts_.narrow(1, shape.begin(), length);
-    unseen = at::where(starts.unsqueeze(2) == starts.unsqueeze(1), unseen, kNever).unsqueeze(1);
+    unseen =
+        at::where(starts.unsqueeze(2) == starts.unsqueeze(1), unseen, kNothingLeft).unsqueeze(1);
     const at::Tensor is_before = (starts < shape.begin()).unsqueeze(1);
-    from_before = at::where(is_before, summed.unflatten(0, {sizes_.rows, sizes_.heads}), kNever)
-                      .flatten(0, 1);
+    from_before =
+        at::where(is_before, summed.unflatten(0, {sizes_.rows, sizes_.heads}), kNothingLeft)
+            .flatten(0, 1);
   }
   values.decay = at::sub(summed.unsqueeze(2), summed.unsqueeze(1));
   values.decay.add_(rest.unsqueeze(2)).sub_(rest.unsqueeze(1));
@@ -254,15 +261,15 @@ void ChunkedStateSpace::write_state(at::Tensor& to, const ChunkShape& shape,
 
 at::Tensor ChunkedStateSpace::forward_keeping(at::Tensor& states) const {
   at::Tensor y = at::empty(in_.x.sizes(), in_.x.options());
-  at::Tensor state;
   for (std::int64_t number = 0; number < chunks(); ++number) {
+    if (skips(number)) continue;
     const ChunkShape shape = shape_of(number);
     const ChunkValues values = values_of(shape);
+    const at::Tensor state = number > 0 ? states.select(0, number - 1) : at::Tensor();
     write_output(y, shape, values, state);
     if (number + 1 == chunks()) break;
     at::Tensor next = states.select(0, number);
     write_state(next, shape, values, state);
-    state = next;
   }
   return y;
 }
@@ -373,6 +380,7 @@ variable_list ChunkedStateSpace::backward(const at::Tensor& grad, const at::Tens
                   .d = sums[1],
                   .state = {}};
   for (std::int64_t number = chunks() - 1; number >= 0; --number) {
+    if (skips(number)) continue;
     const ChunkShape shape = shape_of(number);
     const at::Tensor grad_y = shape.ordered(shape.of_heads(grad), dtype_);
     backward_of(grads, grad_y, shape, number > 0 ? states.select(0, number - 1) : at::Tensor());

@@ -200,32 +200,39 @@ constexpr std::string_view kPeftPrefix = "base_model.model.";
 
 std::string last_component(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
+/// Modules may have other names in transformers than in files: that of experts, whose products are
+/// parameters there, and the decoder's stem.
+std::string in_transformers(const models::ModelSpec& spec, const std::string& name) {
+  const models::MoeNames& names = models::traits(spec.family).moe_names;
+  const models::DecoderNames& decoder = models::traits(spec.family).names;
+  std::string result = name;
+  const std::size_t at = result.find(concat(".", names.module, "."));
+  if (!names.module_in_transformers.empty() && at != std::string::npos) {
+    result.replace(at + 1, names.module.size(), names.module_in_transformers);
+  }
+  if (!decoder.stem_in_transformers.empty() && result.starts_with(decoder.stem + ".")) {
+    result.replace(0, decoder.stem.size(), decoder.stem_in_transformers);
+  }
+  return result;
+}
+
 /// Modules that have an adapter. peft matches whole names or their last components: the short form
 /// where it means the same.
 std::vector<std::string> target_modules(const ModelSource& source) {
   std::set<std::string> adapted, endings;
   for (const std::string& layer : source.lora.layers) {
     if (models::is_of_experts(layer)) continue;
-    adapted.insert(layer);
+    adapted.insert(in_transformers(source.spec, layer));
     endings.insert(last_component(layer));
   }
   for (const std::string& module : models::module_names(source.description.parameters)) {
     if (models::is_of_experts(module)) continue;  // parameters there
-    if (endings.contains(last_component(module)) && !adapted.contains(module)) {
+    if (endings.contains(last_component(module)) &&
+        !adapted.contains(in_transformers(source.spec, module))) {
       return {adapted.begin(), adapted.end()};
     }
   }
   return {endings.begin(), endings.end()};
-}
-
-/// Experts' products are parameters in transformers, of modules that may have other names than in
-/// files.
-std::string in_transformers(const models::ModelSpec& spec, const std::string& name) {
-  const models::MoeNames& names = models::traits(spec.family).moe_names;
-  const std::string file = concat(".", names.module, ".");
-  const std::size_t at = name.find(file);
-  if (names.module_in_transformers.empty() || at == std::string::npos) return name;
-  return std::string(name).replace(at + 1, names.module.size(), names.module_in_transformers);
 }
 
 /// Parameters that have an adapter, by the end of their names where that means the same.
@@ -369,7 +376,8 @@ std::string module_in_peft(const ModelSource& source, const std::string& layer) 
 
 PeftTensor peft_tensor(const ModelSource& source, const models::ParameterSpec& row, DType dtype) {
   using As = PeftTensor::As;
-  PeftTensor result{{concat(kPeftPrefix, row.name), dtype, row.shape}, row.name};
+  PeftTensor result{{concat(kPeftPrefix, in_transformers(source.spec, row.name)), dtype, row.shape},
+                    row.name};
   const std::string layer = result.layer();
   if (!models::is_of_experts(layer)) return result;
   const bool is_a = row.name == models::adapter_a(layer);

@@ -16,6 +16,7 @@
 #include "io/unpacked/mxfp4_tensors.h"
 #include "models/expert_bias.h"
 #include "models/family.h"
+#include "models/keys/bare_infinity.h"
 #include "tessera/error.h"
 #include "train/hf/renamed_tensors.h"
 
@@ -139,7 +140,7 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
     source.origin = first_origin(tensors->folder().manifest().model_path);
   } else if (!model.path.empty()) {
     const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
-    text = tensors->folder().config_text();
+    text = models::spell_bare_infinity(tensors->folder().config_text());
     source.folder = tensors;
     const std::string where = shown(std::filesystem::path(model.path) / "config.json");
     if (says_mxfp4(text, where)) {

@@ -308,9 +308,20 @@ void draw(models::InitKind init, float range, const Drawn& of) {
   if (init == models::InitKind::kUniform) {
     return fill_uniform(out, begin, end, seed, name, -range, range);
   }
+  const std::span<float> values(out, static_cast<std::size_t>(end - begin));
+  if (init == models::InitKind::kLogOfNumber) {
+    for (std::int64_t i = begin; i < end; ++i) out[i - begin] = std::log(static_cast<float>(i + 1));
+    return;
+  }
+  if (init == models::InitKind::kInverseSoftplus) {
+    fill_uniform(out, begin, end, seed, name, std::log(0.001F), std::log(0.1F));
+    // log(exp(y) - 1) of y = exp(value), without its cancellation.
+    for (float& value : values) value = std::log(std::expm1(std::exp(value)));
+    return;
+  }
   constexpr float kLeast = 0.01F, kMost = 16.0F;  // kLogOfUniform
   fill_uniform(out, begin, end, seed, name, kLeast, kMost);
-  std::for_each(out, out + (end - begin), [](float& value) { value = std::log(value); });
+  for (float& value : values) value = std::log(value);
 }
 
 }  // namespace

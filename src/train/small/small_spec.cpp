@@ -16,6 +16,7 @@ using models::Gemma4Layer;
 using models::Gemma4Spec;
 using models::Gemma4Vision;
 using models::LayerType;
+using models::MambaSpec;
 using models::MlaSpec;
 using models::ModelSpec;
 using models::MoeSpec;
@@ -122,6 +123,15 @@ void make_small(DeltaNetSpec& linear, int tp) {
   linear.linear_value_head_dim = 12;
 }
 
+void make_small(MambaSpec& mamba, int tp) {
+  const std::int64_t each = mamba.mamba_num_heads / mamba.n_groups;
+  mamba.n_groups = std::max(2, tp);
+  mamba.mamba_num_heads = std::min<std::int64_t>(each, 2) * mamba.n_groups;
+  mamba.mamba_head_dim = 12;
+  mamba.ssm_state_size = 8;
+  mamba.chunk_size = kSeen;
+}
+
 void make_small(MlaSpec& mla) {
   if (mla.q_lora_rank) mla.q_lora_rank = 24;
   mla.kv_lora_rank = 16;
@@ -180,6 +190,7 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
     small.head_dim = small.mla->qk_rope_head_dim;
   }
   if (small.delta_net) make_small(*small.delta_net, tp);
+  if (small.mamba) make_small(*small.mamba, tp);
   if (small.chunked) {
     small.chunked->attention_chunk_size = kSeen;
     small.chunked->floor_scale = 4;

@@ -96,12 +96,13 @@ class StateSpace : public ::testing::Test {
   std::mt19937_64 random_{11};
 };
 
-// Rows, groups, sizes, chunks that do not divide, longer ones than the row, one position.
+// Rows (none, too), groups, sizes, chunks that do not divide, longer ones than the row, one position.
 TEST_F(StateSpace, IsTheRecurrence) {
   for (const bool packed : {false, true}) {
     for (const Case& each :
          {Case{2, 70, 2, 3, 8, 5, 16}, Case{1, 64, 1, 4, 4, 16, 32}, Case{1, 45, 3, 1, 6, 4, 64},
-          Case{3, 1, 2, 2, 4, 4, 8}, Case{2, 33, 2, 2, 1, 1, 1}, Case{1, 90, 2, 2, 8, 8, 45}}) {
+          Case{3, 1, 2, 2, 4, 4, 8}, Case{0, 9, 2, 2, 4, 4, 4}, Case{2, 33, 2, 2, 1, 1, 1},
+          Case{1, 90, 2, 2, 8, 8, 45}}) {
       Case drawn = each;
       drawn.packed = packed;
       expect_equals_recurrence(drawn, kFloat32Sums, at::kFloat, random_);
