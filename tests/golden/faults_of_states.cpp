@@ -1,20 +1,20 @@
 // Layers with a state that carry it over a border, decay by a rounded rate, or hold parts of other
 // heads.
-#include <ATen/ATen.h>
+
+#include <ATen/ops/zeros_like.h>
 
 #include "golden/faults.h"
-#include "nn/state/state_part.h"
 
 namespace tessera::golden {
 namespace {
 
-constexpr int kTp = 2;
+constexpr int kRanksOfTp = 2;
 
-ParameterLayout cut(std::vector<std::int64_t> sections) {
-  return {.axes = {AxisPlacement::shard("tp", kTp, 0)}, .sections = std::move(sections)};
+ParameterLayout cut_in(std::vector<std::int64_t> sections) {
+  return {.axes = {AxisPlacement::shard("tp", kRanksOfTp, 0)}, .sections = std::move(sections)};
 }
 
-Changes placed(const std::string& ending, const ParameterLayout& layout) {
+Changes misplaced(const std::string& ending, const ParameterLayout& layout) {
   return {.parts = [=](const RankParts& rank) { place(rank, ending, layout); }};
 }
 
@@ -25,16 +25,17 @@ Changes without_borders(nn::StatePart part) {
   }};
 }
 
-void in_bfloat16(GradContract& contract) { contract.compute = DType::kBFloat16; }
+void compute_narrow(GradContract& contract) { contract.compute.dtype = DType::kBFloat16; }
 
 }  // namespace
 
 std::vector<Fault> faults_of_states() {
-  const Degrees shards{.tp = kTp};
-  const Degrees whole{.tp = kTp, .sequence = false};
-  const ParameterLayout everywhere{.axes = {AxisPlacement::invariant("tp", kTp)}};
-  const Changes narrow{
-      .parts = [](const RankParts& rank) { on_contracts(rank, "linear_attn.A_log", in_bfloat16); }};
+  const Degrees shards{.tp = kRanksOfTp};
+  const Degrees whole{.tp = kRanksOfTp, .sequence = false};
+  const ParameterLayout everywhere{.axes = {AxisPlacement::invariant("tp", kRanksOfTp)}};
+  const Changes narrow{.parts = [](const RankParts& rank) {
+    on_contracts(rank, "linear_attn.A_log", compute_narrow);
+  }};
   return {
       {"DecayInBFloat16", "The logarithm of a state's decay is computed with in bf16",
        "NeMo Automodel #2484", kHybrid, Degrees{.shard = 2}, narrow, CaughtBy::kGradients,
@@ -48,17 +49,17 @@ std::vector<Fault> faults_of_states() {
        without_borders(nn::StatePart::kConvolution), CaughtBy::kGradients,
        "linear_attn.conv1d.weight", Setting::kPacked},
       {"FiltersOfOtherHeads", "Filters of [q \\| k \\| v] are cut as rows of one matrix",
-       "Megatron-LM #1989", kHybrid, shards, placed("linear_attn.conv1d", cut({})),
+       "Megatron-LM #1989", kHybrid, shards, misplaced("linear_attn.conv1d", cut_in({})),
        CaughtBy::kGradients, "linear_attn.conv1d.weight"},
       {"RowsOfOtherHeads", "Rows that stand by key heads are cut as [q \\| k \\| v \\| z]",
        "next to Megatron-LM #1989", kHybrid, shards,
-       placed("linear_attn.in_proj_qkvz", cut({16, 16, 48, 48})), CaughtBy::kGradients,
+       misplaced("linear_attn.in_proj_qkvz", cut_in({16, 16, 48, 48})), CaughtBy::kGradients,
        "linear_attn.in_proj_qkvz.weight"},
       {"RatesOfOtherHeads", "Rates that stand by key heads are cut as [b \\| a]", "vLLM #36242",
-       kHybrid, shards, placed("linear_attn.in_proj_ba", cut({4, 4})), CaughtBy::kGradients,
+       kHybrid, shards, misplaced("linear_attn.in_proj_ba", cut_in({4, 4})), CaughtBy::kGradients,
        "linear_attn.in_proj_ba.weight"},
       {"GatedNormUnreduced", "The norm of cut value heads counts as Invariant",
-       "next to SkyRL #2226", kHybrid, whole, placed("linear_attn.norm", everywhere),
+       "next to SkyRL #2226", kHybrid, whole, misplaced("linear_attn.norm", everywhere),
        CaughtBy::kInvariance, "linear_attn.norm.weight"},
   };
 }

@@ -16,6 +16,7 @@
 
 #include "golden/degrees.h"
 #include "models/model_spec.h"
+#include "nn/state/state_part.h"
 #include "parallel/transition.h"
 #include "train/parallelize.h"
 #include "train/step.h"

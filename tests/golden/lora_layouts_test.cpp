@@ -106,7 +106,7 @@ class LoraLayouts : public ::testing::TestWithParam<std::string> {
  protected:
   std::vector<Degrees> layouts() const {
     auto all = all_layouts();
-    std::erase_if(all, [this](const Degrees& each) { return heads_of(GetParam()) % each.tp != 0; });
+    std::erase_if(all, [](const Degrees& each) { return heads_of(GetParam()) % each.tp != 0; });
     return test::in_turn(all, 3, kAdapted, GetParam());
   }
   Gradients gradients(const std::filesystem::path& adapters, const Degrees& degrees) const {
