@@ -37,6 +37,7 @@ FAMILIES = {
     "GraniteForCausalLM": "GraniteConfig",
     "SmolLM3ForCausalLM": "SmolLM3Config",
     "Phi3ForCausalLM": "Phi3Config",
+    "NemotronHForCausalLM": "NemotronHConfig",
     "Qwen3VLForConditionalGeneration": "Qwen3VLConfig",
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",

@@ -55,6 +55,8 @@ FAMILIES = {
                    {"mlp_only_layers": [1], "shared_expert_intermediate_size": 8, "tie_word_embeddings": True}],
     "qwen3-5-text": [{"full_attention_interval": 3, "linear_num_value_heads": 2, "tie_word_embeddings": False},
                      {"linear_conv_kernel_dim": 2, "num_key_value_heads": 4}],
+    "nemotron-h": [{"hybrid_override_pattern": "E*MM", "num_hidden_layers": 4, "n_groups": 4, "norm_topk_prob": False},
+                   {"hybrid_override_pattern": "M-*M-", "use_conv_bias": False, "time_step_min": 0.05}],
     "smollm3": [{"no_rope_layers": [0, 1, 0, 1], "tie_word_embeddings": False},
                 {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}],
 }
@@ -70,7 +72,7 @@ class Families(Program):
 
     def train_step(self, model, name):
         """A step that moves every parameter, and the routers' stored biases."""
-        words = ("--model.load_balance_coeff", "0.05") if name in ("deepseek-v3", "glm4-moe", "kimi-k2") else ()
+        words = ("--model.load_balance_coeff", "0.05") if name in ("deepseek-v3", "glm4-moe", "kimi-k2", "nemotron-h") else ()
         batch = DATA / f"{name}-fp32" / "reference.safetensors"
         return self.train(model, f'"{batch}"', *FLOAT32, *words, steps=1, ranks=1)
 

@@ -25,7 +25,8 @@ except ImportError as missing:
 
 DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "granite-mixed", "smollm3-fp32", "phi3-fp32", "phi4-mini-fp32", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
-           "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed", "qwen3-next-fp32", "qwen3-next-mixed", "qwen3-5-text-mixed")
+           "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed", "qwen3-next-fp32", "qwen3-next-mixed", "qwen3-5-text-mixed",
+           "nemotron-h-fp32", "nemotron-h-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
 # Of a second fp32 implementation, from the README of the reference data.
 LOGITS_BOUND = 5e-5

@@ -95,7 +95,8 @@ void expect_same_directions(const Gradients& found, const Reference& reference,
   for (const auto& [name, expected] : reference.gradients()) {
     ASSERT_TRUE(found.by_name.contains(name)) << name;
     if (compared && !compared(name)) continue;
-    EXPECT_LT(cosine_difference(found.by_name.at(name), expected), reference.bfloat16_bound())
+    EXPECT_LT(cosine_difference(found.by_name.at(name), expected),
+              test::direction_bound(expected, reference.bfloat16_bound()))
         << name;
   }
 }

@@ -52,6 +52,9 @@ std::vector<std::string> linears_of(const std::string& folder) {
             "shared_expert.down_proj",
             "lm_head"};
   }
+  if (is_nemotron(folder)) {
+    return {"in_proj", "out_proj", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"};
+  }
   if (folder.starts_with("gemma4")) {
     return {"language_model.layers.*.self_attn.*_proj", "language_model.layers.*.mlp.*_proj",
             "embedding_projection"};
@@ -87,11 +90,11 @@ std::filesystem::path trained_adapters(const std::string& folder, double dropout
 }
 
 /// Dense ones first: three in a row share all of their layouts in turn.
-const std::vector<std::string> kAdapted{"llama-fp32",       "olmo2-fp32",     "gemma3-text-fp32",
-                                        "qwen3-moe-fp32",   "gpt-oss-fp32",   "deepseek-v2-fp32",
-                                        "deepseek-v3-fp32", "glm4-moe-fp32",  "llama4-text-fp32",
-                                        "gemma4-fp32",      "mixtral-fp32",   "granite-fp32",
-                                        "smollm3-fp32",     "phi4-mini-fp32", "qwen3-next-fp32"};
+const std::vector<std::string> kAdapted{
+    "llama-fp32",       "olmo2-fp32",       "gemma3-text-fp32", "qwen3-moe-fp32",
+    "gpt-oss-fp32",     "deepseek-v2-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",
+    "llama4-text-fp32", "gemma4-fp32",      "mixtral-fp32",     "granite-fp32",
+    "smollm3-fp32",     "phi4-mini-fp32",   "qwen3-next-fp32",  "nemotron-h-fp32"};
 
 void expect_near(const Gradients& found, const Gradients& expected) {
   EXPECT_NEAR(found.loss, expected.loss, kLossBound);

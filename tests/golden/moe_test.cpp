@@ -36,11 +36,13 @@ INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoe, ::testing::ValuesIn(kMoeFolders), f
 class GoldenMoeLoads : public GoldenMoe {
  protected:
   bool has_experts(int layer) const {
-    const std::string name = concat("model.layers.", layer, ".");
+    const std::string stem = is_nemotron(reference().name()) ? "backbone" : "model";
     return std::ranges::any_of(
         std::array{"mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight",
-                   "feed_forward.router.weight"},
-        [&](const char* router) { return reference().gradients().contains(name + router); });
+                   "feed_forward.router.weight", "mixer.gate.weight"},
+        [&](const char* router) {
+          return reference().gradients().contains(concat(stem, ".layers.", layer, ".", router));
+        });
   }
 };
 

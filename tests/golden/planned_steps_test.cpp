@@ -57,6 +57,7 @@ std::vector<Family> families() {
                           {"deepseek-v3-mixed", {{.tp = 2, .etp = 2}}},
                           {"deepseek-v2-group-mixed", {kReplicatedExperts}},
                           {"glm4-moe-mixed", {{.shard = 2, .ep = 2}}},
+                          {"nemotron-h-mixed", {{.tp = 2}}},
                           {"llama4-text-mixed", {{.tp = 2, .router = RouterTokens::kAll}}},
                           {"gpt-oss-mxfp4", {{.shard = 2, .tp = 2, .ep = 2, .etp = 2}}}};
   if (!test::full_proof()) return all;

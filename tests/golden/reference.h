@@ -92,15 +92,19 @@ inline const std::vector<std::string> kDeepseekFolders{
     "deepseek-v3-fp32", "deepseek-v3-mixed", "kimi-k2-fp32",           "kimi-k2-mixed"};
 
 /// Those with a mixture of experts and shared ones beside, without an auxiliary loss.
-inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm4-moe-mixed",
-                                                           "llama4-text-fp32", "llama4-text-mixed"};
+inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32",    "glm4-moe-mixed",
+                                                           "llama4-text-fp32", "llama4-text-mixed",
+                                                           "nemotron-h-fp32",  "nemotron-h-mixed"};
 
 /// Families with folders of both dtypes that `scripts/full families` goes through: all that
 /// `scripts/full layouts` does not.
 inline const std::vector<std::string> kLaterFamilies{
-    "mixtral", "deepseek-v3", "glm4-moe", "llama4-text", "gemma3-text",
-    "olmo2",   "gpt2",        "qwen2",    "mistral",     "granite",
-    "smollm3", "phi3",        "kimi-k2",  "qwen3-next",  "qwen3-5-text"};
+    "mixtral", "deepseek-v3", "glm4-moe",     "llama4-text", "gemma3-text", "olmo2",
+    "gpt2",    "qwen2",       "mistral",      "granite",     "smollm3",     "phi3",
+    "kimi-k2", "qwen3-next",  "qwen3-5-text", "nemotron-h"};
+
+/// Whether names begin with "backbone." and layers have one part.
+inline bool is_nemotron(const std::string& folder) { return folder.starts_with("nemotron"); }
 
 /// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();

@@ -109,8 +109,9 @@ TEST_P(GoldenTraining, LossesAndDistancesAreThoseOfTheReferenceAsReportedAndInAS
 
 // A tensor stored in fp64 keeps its precision through the optimizer; the run is the same otherwise.
 TEST_P(GoldenTraining, AWiderTensorOfTheFileTrainsInItsDtype) {
-  const std::string name =
-      reference().name().starts_with("gpt2") ? "ln_f.weight" : "model.norm.weight";
+  const std::string name = reference().name().starts_with("gpt2") ? "ln_f.weight"
+                           : is_nemotron(reference().name())      ? "backbone.norm_f.weight"
+                                                                  : "model.norm.weight";
   const auto folder = changed_folder(reference().name(), [&](std::vector<StoredTensor>& tensors) {
     StoredTensor& norm =
         *std::ranges::find(tensors, name, [](const auto& tensor) { return tensor.spec.name; });

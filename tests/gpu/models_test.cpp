@@ -78,7 +78,7 @@ INSTANTIATE_TEST_SUITE_P(Families, ModelsOnCard,
                                          "gemma3-text-fp32", "gpt2-fp32", "deepseek-v3-fp32",
                                          "glm4-moe-fp32", "llama4-text-fp32", "granite-fp32",
                                          "smollm3-fp32", "phi3-fp32", "phi4-mini-fp32",
-                                         "qwen3-next-fp32", "qwen3-5-text-fp32"),
+                                         "qwen3-next-fp32", "qwen3-5-text-fp32", "nemotron-h-fp32"),
                          test_name);
 
 }  // namespace

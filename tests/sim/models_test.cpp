@@ -103,7 +103,7 @@ const std::vector<std::string> kWithExperts{
     "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed",
     "mixtral-fp32",     "mixtral-mixed",     "deepseek-v3-fp32",       "deepseek-v3-mixed",
     "glm4-moe-fp32",    "glm4-moe-mixed",    "llama4-text-fp32",       "llama4-text-mixed",
-    "qwen3-next-fp32",  "qwen3-next-mixed"};
+    "qwen3-next-fp32",  "qwen3-next-mixed",  "nemotron-h-fp32",        "nemotron-h-mixed"};
 
 INSTANTIATE_TEST_SUITE_P(Experts, ModelsOnDevices, ::testing::ValuesIn(kWithExperts), test_name);
 INSTANTIATE_TEST_SUITE_P(Dense, ModelsOnDevices, ::testing::ValuesIn(kDense), test_name);

@@ -18,4 +18,11 @@ at::Tensor seeded(std::uint64_t seed, at::IntArrayRef sizes, at::ScalarType dtyp
 /// |found - expected| / |expected| in fp64.
 double relative_error(const at::Tensor& found, const at::Tensor& expected);
 
+/// The most that 1 - cosine of a gradient may be where `bound` is twice the worst recorded, which is
+/// one draw of the noise: of four elements or fewer nothing averages, and another draw is up to three
+/// times as far.
+inline double direction_bound(const at::Tensor& gradient, double bound) {
+  return gradient.numel() <= 4 ? 3 * bound : bound;
+}
+
 }  // namespace tessera::test

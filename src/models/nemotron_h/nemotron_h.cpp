@@ -203,6 +203,7 @@ KeyRows nemotron_rows() {
       always("mlp_hidden_act", "relu2", "the activation of the MLP"),
       written("num_hidden_layers", &ModelSpec::num_hidden_layers),
       ignored({"num_logits_to_keep", "rescale_prenorm_residual"}),
+      written("pad_token_id", &ModelSpec::pad_token_id),  // an absent one is not null
       only("residual_in_fp32", false, "the stream has the dtype of its layers"),
       only("tie_word_embeddings", false, "the head of this family has a matrix of its own"),
   };

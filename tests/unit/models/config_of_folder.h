@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "models/keys/bare_infinity.h"
 #include "models/model_spec.h"
 #include "support/temporary_folder.h"
 
@@ -13,9 +14,14 @@ inline std::string file_text(const std::string& folder, const std::string& file)
   return read_file(std::filesystem::path(TESSERA_TEST_DATA) / folder / file);
 }
 
+/// In the hub's spelling, in which one folder has a word that is no JSON.
+inline nlohmann::json hub_config(const std::string& folder) {
+  return nlohmann::json::parse(spell_bare_infinity(file_text(folder, "config.hub.json")));
+}
+
 /// In the hub's spelling, with these keys in the place of its own.
 inline std::string changed_config(const std::string& folder, const nlohmann::json& keys) {
-  nlohmann::json config = nlohmann::json::parse(file_text(folder, "config.hub.json"));
+  nlohmann::json config = hub_config(folder);
   config.update(keys);
   return config.dump();
 }
@@ -37,9 +43,7 @@ class ConfigOfFolder {
   std::string refusal(const nlohmann::json& keys) const {
     return config_refusal(changed_config(folder_, keys));
   }
-  nlohmann::json json() const {
-    return nlohmann::json::parse(file_text(folder_, "config.hub.json"));
-  }
+  nlohmann::json json() const { return hub_config(folder_); }
   /// Of what it says without these keys.
   ModelSpec spec_without(std::initializer_list<const char*> keys) const {
     nlohmann::json config = json();

@@ -32,6 +32,10 @@ std::string_view text_of(InitKind init) {
       return "uniform";
     case InitKind::kLogOfUniform:
       return "log of uniform";
+    case InitKind::kLogOfNumber:
+      return "log of number";
+    case InitKind::kInverseSoftplus:
+      return "inverse softplus";
   }
   return "?";
 }
@@ -156,7 +160,8 @@ TEST(Description, OfEachFamilyIsTheRecordedText) {
                            "gemma3-text-fp32", "gpt2-fp32",
                            "granite-fp32",     "smollm3-fp32",
                            "phi3-fp32",        "phi4-mini-fp32",
-                           "qwen3-next-fp32",  "qwen3-5-text-fp32"}) {
+                           "qwen3-next-fp32",  "qwen3-5-text-fp32",
+                           "nemotron-h-fp32"}) {
     const fs::path folder = fs::path(TESSERA_TEST_DATA) / name;
     const std::string text = text_of(spec_at(folder / "config.json"));
     std::stringstream recorded;

@@ -91,7 +91,8 @@ INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
                                            "glm4-moe-fp32", "glm4-moe-mixed", "llama4-text-fp32",
                                            "llama4-text-mixed", "gpt-oss-fp32", "gpt-oss-mixed",
                                            "qwen3-moe-fp32", "qwen3-moe-mixed", "mixtral-fp32",
-                                           "mixtral-mixed", "qwen3-next-fp32", "qwen3-next-mixed"));
+                                           "mixtral-mixed", "qwen3-next-fp32", "qwen3-next-mixed",
+                                           "nemotron-h-fp32", "nemotron-h-mixed"));
 
 TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   const ModelSpec spec = parse_spec(hub("gpt-oss-fp32").dump()).spec;

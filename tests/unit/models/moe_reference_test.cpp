@@ -196,8 +196,9 @@ TEST_P(MoeReference, RoutingWeightsAgree) {
     ExpertRouter router(reference_.spec(), layer);
     const at::Tensor scores = reference_.result(concat("router/", layer, "/logits"));
     for (auto& buffer : router.named_buffers()) {
-      buffer.value().set_data(
-          reference_.stored(concat("model.layers.", layer, ".mlp.gate.", buffer.key())));
+      buffer.value().set_data(reference_.stored(
+          concat(reference_.spec().mamba ? "backbone" : "model", ".layers.", layer,
+                 reference_.spec().mamba ? ".mixer" : ".mlp", ".gate.", buffer.key())));
     }
     const moe::Routing routing = router.route(scores, std::nullopt);
     EXPECT_TRUE(routing.indices.equal(reference_.result(concat("router/", layer, "/indices"))));
@@ -257,7 +258,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"llama4-text-fp32", 0.0012}, Case{"llama4-text-mixed", 0.0007},
                       Case{"qwen3-moe-fp32", 0.0026}, Case{"qwen3-moe-mixed", 0.0018},
                       Case{"mixtral-fp32", 0.0012}, Case{"mixtral-mixed", 0.0012},
-                      Case{"qwen3-next-fp32", 0.0226}, Case{"qwen3-next-mixed", 0.0415}));
+                      Case{"qwen3-next-fp32", 0.0226}, Case{"qwen3-next-mixed", 0.0415},
+                      Case{"nemotron-h-fp32", 0.0031}, Case{"nemotron-h-mixed", 0.0307}));
 
 }  // namespace
 }  // namespace tessera::models::moe_reference_test

@@ -183,20 +183,19 @@ TEST_P(PackedModel, StartsThatFitNoDocumentAreRefused) {
   EXPECT_THROW(model_->check_values(inputs), Error);
 }
 
-INSTANTIATE_TEST_SUITE_P(Folders, PackedModel,
-                         ::testing::Values("qwen3-fp32", "llama-fp32", "qwen2-fp32", "mistral-fp32",
-                                           "qwen3-moe-fp32", "deepseek-v2-fp32",
-                                           "deepseek-v2-group-fp32", "gpt-oss-fp32", "gemma4-fp32",
-                                           "deepseek-v3-fp32", "gemma3-text-fp32", "glm4-moe-fp32",
-                                           "gpt2-fp32", "llama4-text-fp32", "mixtral-fp32",
-                                           "olmo2-fp32", "granite-fp32", "smollm3-fp32",
-                                           "phi3-fp32", "phi4-mini-fp32", "kimi-k2-fp32",
-                                           "qwen3-next-fp32", "qwen3-5-text-fp32"),
-                         [](const auto& folder) {
-                           std::string name = folder.param;
-                           for (char& c : name) c = c == '-' ? '_' : c;
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Folders, PackedModel,
+    ::testing::Values("qwen3-fp32", "llama-fp32", "qwen2-fp32", "mistral-fp32", "qwen3-moe-fp32",
+                      "deepseek-v2-fp32", "deepseek-v2-group-fp32", "gpt-oss-fp32", "gemma4-fp32",
+                      "deepseek-v3-fp32", "gemma3-text-fp32", "glm4-moe-fp32", "gpt2-fp32",
+                      "llama4-text-fp32", "mixtral-fp32", "olmo2-fp32", "granite-fp32",
+                      "smollm3-fp32", "phi3-fp32", "phi4-mini-fp32", "kimi-k2-fp32",
+                      "qwen3-next-fp32", "qwen3-5-text-fp32", "nemotron-h-fp32"),
+    [](const auto& folder) {
+      std::string name = folder.param;
+      for (char& c : name) c = c == '-' ? '_' : c;
+      return name;
+    });
 
 }  // namespace
 }  // namespace tessera::models::packed_model_test

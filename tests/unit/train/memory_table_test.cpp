@@ -353,6 +353,8 @@ std::vector<MemoryCase> expert_cases() {
        .family = "qwen3-next",
        .dims = {.dp_shard = 2, .ep = 2},
        .mode = kFull},
+      {.name = "nemotron_h", .family = "nemotron-h", .dims = {.dp_shard = 2}},
+      {.name = "nemotron_h_tp", .family = "nemotron-h", .dims = {.tp = 2}, .mode = kSelective},
       {.name = "gemma", .family = "gemma4", .compute = kBf16},
       {.name = "gemma_full", .family = "gemma4", .mode = kFull},
       {.name = "gemma_tp", .family = "gemma4", .dims = {.tp = 2}, .mode = kSelective}};

@@ -145,7 +145,8 @@ std::vector<Family> families() {
           {"glm4-moe", true},
           {"deepseek-v3", true},
           {"llama4-text", true},
-          {"qwen3-next", true}};
+          {"qwen3-next", true},
+          {"nemotron-h", true}};
 }
 
 std::string case_name(const char* kind, std::size_t number, const std::string& family) {
@@ -217,7 +218,8 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"gemma3_tp", "gemma3-text", {.tp = 2}}, Layout{"gpt2_tp", "gpt2", {.tp = 2}},
         Layout{"llama4_ep", "llama4-text", {.dp_shard = 2, .ep = 2}},
         Layout{"glm4_tp", "glm4-moe", {.tp = 2}},
-        Layout{"qwen3_next_tp", "qwen3-next", {.tp = 2}, RecomputeMode::kFull}),
+        Layout{"qwen3_next_tp", "qwen3-next", {.tp = 2}, RecomputeMode::kFull},
+        Layout{"nemotron_tp", "nemotron-h", {.tp = 2}}),
     [](const auto& one) { return one.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Drawn, PackedLayouts, ::testing::ValuesIn(drawn_layouts()),
