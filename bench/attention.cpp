@@ -5,7 +5,7 @@
 //   attention [ROUNDS [THREADS]]
 //
 // Prints one line a case: medians in ms and their ratio (ours / PyTorch's).
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

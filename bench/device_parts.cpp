@@ -30,7 +30,7 @@
 #include "models/decoder_layer.h"
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/loss.h"
 #include "nn/mlp.h"
 #include "nn/rope.h"

@@ -8,9 +8,9 @@
 #include "grad/region.h"
 #include "models/family.h"
 #include "models/recomputed.h"
-#include "nn/attention.h"
-#include "nn/chunked_attention.h"
-#include "nn/mla.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/chunked_attention.h"
+#include "nn/attention/mla.h"
 #include "nn/state/delta_net.h"
 #include "nn/state/mamba.h"
 

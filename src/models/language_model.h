@@ -21,7 +21,7 @@
 #include "models/expert_tokens.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/documents.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"

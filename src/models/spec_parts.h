@@ -1,7 +1,8 @@
 // The records that a ModelSpec is made of, as a config.json gives them: what a layer sees of the
 // positions before (LayerType), latent attention (MlaSpec), linear attention (DeltaNetSpec),
-// state-space layers (MambaSpec), a mixture of experts (MoeSpec) of a family whose layers have one in the place of the MLP or beside
-// it, and what a batch must know of a model that sees images (ImageTokens).
+// state-space layers (MambaSpec), a mixture of experts (MoeSpec) of a family whose layers have one in
+// the place of the MLP or beside it, and what a batch must know of a model that sees images
+// (ImageTokens).
 //
 // Pure. Next: model_spec.h, moe_layer.h, patch_grid.h.
 #pragma once
@@ -27,7 +28,7 @@ inline constexpr const char* kChunkedAttention = "chunked_attention";
 inline constexpr const char* kFullAttention = "full_attention";
 inline constexpr const char* kLinearAttention = "linear_attention";
 
-/// Of Llama 4's attention (nn/chunked_attention.h): chunked layers turn their heads, full ones warm
+/// Of Llama 4's attention (nn/attention/chunked_attention.h): chunked layers turn their heads, full ones warm
 /// their queries. The fields carry the names of the file's keys.
 struct ChunkedSpec {
   std::int64_t attention_chunk_size = 0;
@@ -38,7 +39,7 @@ struct ChunkedSpec {
   bool operator==(const ChunkedSpec&) const = default;
 };
 
-/// Of multi-head latent attention (nn/mla.h). The fields carry the names of the file's keys.
+/// Of multi-head latent attention (nn/attention/mla.h). The fields carry the names of the file's keys.
 struct MlaSpec {
   std::optional<std::int64_t> q_lora_rank = std::nullopt;  ///< none = queries straight from x
   std::int64_t kv_lora_rank = 0;

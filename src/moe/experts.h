@@ -49,8 +49,8 @@ at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Disp
 at::Tensor scale_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
 struct ExpertWeights {
-  at::Tensor gate_up;            ///< kOutIn [E, 2I, H] or, of up alone, [E, I, H]; kInOut [E, H, 2I]
-  at::Tensor down;               ///< kOutIn [E, H, I], kInOut [E, I, H]
+  at::Tensor gate_up;  ///< kOutIn [E, 2I, H] or, of up alone, [E, I, H]; kInOut [E, H, 2I]
+  at::Tensor down;     ///< kOutIn [E, H, I], kInOut [E, I, H]
   at::Tensor gate_up_bias = {};  ///< [E, 2I], undefined: none
   at::Tensor down_bias = {};     ///< [E, H], undefined: none
   nn::GroupLayout layout = nn::GroupLayout::kOutIn;

@@ -3,7 +3,7 @@
 // Attention never crosses a border and positions begin at 0 behind it, so that a packed row computes
 // what its documents alone would. Whoever packs says of each position where its document begins; a
 // row without borders is one document. Short symbols: B rows, T positions, D head_dim. Next: rope.h,
-// attention.h, ../kernels/seen_blocks.h.
+// attention/attention.h, ../kernels/seen_blocks.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -7,7 +7,7 @@
 // dimensions (Axial) the first half of a head turns with x, the second with y, each in pairs (a[j],
 // a[j + D/4]) with the frequencies of a head of D/2; positions come with the input, one (x, y) a
 // patch. Short symbols: B rows, T positions, N images, P patches, H heads, D head_dim. Next:
-// attention.h, masked_attention.h.
+// attention/attention.h, attention/masked_attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -6,7 +6,7 @@
 // left, and nothing else. Memory of keys and values is taken for every position at the first append,
 // so that decoding allocates nothing that grows. The cache is not for training: nothing in it has a
 // gradient. Short symbols: B rows, T (new) positions, N all positions so far, G key/value heads, D
-// head_dim. Next: attention.h, state/delta_net.h.
+// head_dim. Next: attention/attention.h, state/delta_net.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +32,7 @@ class KvCache {
   std::int64_t capacity() const { return capacity_; }  ///< most positions
 
   /// keys [B, G, T, 1, D] as rope_heads gives them, values [B, T, G*D]; undefined: there are keys
-  /// alone, always (mla.h, whose values are a part of them). Errors: kUsage where they are more than
+  /// alone, always (attention/mla.h, whose values are a part of them). Errors: kUsage where they are more than
   /// there is room for, or of another B, G, D or dtype than before.
   void append(const at::Tensor& keys, const at::Tensor& values);
 

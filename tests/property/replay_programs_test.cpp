@@ -15,7 +15,7 @@
 #include <random>
 
 #include "dist/replayed.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "proof.h"
 #include "support/test.h"
 

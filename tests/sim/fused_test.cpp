@@ -6,7 +6,7 @@
 
 #include "base/test_hooks.h"
 #include "kernels/kernels.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
 #include "nn/loss.h"

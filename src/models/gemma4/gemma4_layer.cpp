@@ -8,8 +8,8 @@
 
 #include "grad/region.h"
 #include "models/recomputed.h"
-#include "nn/attention.h"
-#include "nn/attention_parts.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/attention_parts.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::models {

@@ -10,7 +10,7 @@
 #include "models/gemma4/gemma4_layer.h"
 #include "models/patch_grid.h"
 #include "models/recomputed.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 

@@ -17,7 +17,7 @@
 #include "models/description.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/parameter.h"
 #include "nn/tensor_region.h"
 #include "tessera/recompute_mode.h"

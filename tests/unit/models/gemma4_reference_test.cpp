@@ -1,8 +1,8 @@
 // Gemma 4 against transformers (tests/golden/data). Bounds: that data's README.
 #include <ATen/ATen.h>
 
+#include "nn/attention/masked_attention.h"
 #include "nn/loss.h"
-#include "nn/masked_attention.h"
 #include "support/test.h"
 #include "unit/models/reference.h"
 

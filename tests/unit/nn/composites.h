@@ -11,10 +11,10 @@
 #include <optional>
 #include <vector>
 
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/masked_attention.h"
 #include "nn/embedding.h"
 #include "nn/loss.h"
-#include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"

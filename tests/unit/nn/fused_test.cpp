@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "grad/leaf.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/embedding.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"

@@ -1,8 +1,8 @@
 // The layers that only Gemma 4 has, against plain formulas in fp64.
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/masked_attention.h"
 #include "nn/documents.h"
 #include "nn/loss.h"
-#include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"

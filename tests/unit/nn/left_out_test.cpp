@@ -4,12 +4,12 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/masked_attention.h"
 #include "nn/embedding.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
 #include "nn/loss.h"
-#include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"

@@ -1,5 +1,5 @@
 // Latent attention against its formula in fp64, written with complex numbers and einsum.
-#include "nn/mla.h"
+#include "nn/attention/mla.h"
 
 #include <ATen/ATen.h>
 

@@ -4,10 +4,10 @@
 #include <random>
 
 #include "dist/held_bytes.h"
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/masked_attention.h"
+#include "nn/attention/mla.h"
 #include "nn/documents.h"
-#include "nn/masked_attention.h"
-#include "nn/mla.h"
 #include "nn/parameter.h"
 #include "support/test.h"
 #include "unit/nn/compare.h"

@@ -7,7 +7,7 @@
 #include <complex>
 #include <random>
 
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/parameter.h"
 #include "support/test.h"
 #include "unit/nn/compare.h"

@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "dist/held_bytes.h"
-#include "nn/attention.h"
-#include "nn/masked_attention.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/masked_attention.h"
 #include "support/test.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"

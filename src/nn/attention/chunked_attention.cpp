@@ -1,4 +1,4 @@
-#include "nn/chunked_attention.h"
+#include "nn/attention/chunked_attention.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "nn/attention_parts.h"
+#include "nn/attention/attention_parts.h"
 #include "nn/rms_norm.h"
 #include "tessera/wide_scope.h"
 

@@ -14,7 +14,7 @@
 #include <memory>
 #include <optional>
 
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/linear.h"
 #include "nn/rope.h"
 #include "nn/tensor_region.h"

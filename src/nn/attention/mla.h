@@ -16,7 +16,7 @@
 #include <memory>
 #include <optional>
 
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"

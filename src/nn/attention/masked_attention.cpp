@@ -1,4 +1,4 @@
-#include "nn/masked_attention.h"
+#include "nn/attention/masked_attention.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 

@@ -12,9 +12,9 @@
 #include <memory>
 #include <optional>
 
+#include "nn/attention/masked_attention.h"
 #include "nn/documents.h"
 #include "nn/linear.h"
-#include "nn/masked_attention.h"
 #include "nn/parameter.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"

@@ -1,4 +1,4 @@
-#include "nn/attention.h"
+#include "nn/attention/attention.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -12,7 +12,7 @@
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
 #include "kernels/seen_blocks.h"
-#include "nn/attention_parts.h"
+#include "nn/attention/attention_parts.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {

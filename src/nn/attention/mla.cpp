@@ -1,4 +1,4 @@
-#include "nn/mla.h"
+#include "nn/attention/mla.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/matmul.h>
@@ -6,8 +6,8 @@
 
 #include <utility>
 
-#include "nn/attention.h"
-#include "nn/attention_parts.h"
+#include "nn/attention/attention.h"
+#include "nn/attention/attention_parts.h"
 
 namespace tessera::nn {
 namespace {
