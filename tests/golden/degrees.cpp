@@ -104,6 +104,7 @@ std::int64_t heads_of(const std::string& folder) {
   if (spec.delta_net) {
     return std::gcd(spec.num_attention_heads, spec.delta_net->linear_num_key_heads);
   }
+  if (spec.mamba) return std::gcd(spec.num_attention_heads, spec.mamba->n_groups);
   return models::traits(spec.family).fused_projections ? spec.num_key_value_heads
                                                        : spec.num_attention_heads;
 }

@@ -9,6 +9,7 @@ TESSERA_FULL=1 (`scripts/full families`). Run by ctest with TESSERA_PROGRAM and 
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,19 +38,23 @@ RANK, ALPHA = 4, 10
 TARGETS = ("q_proj", "o_proj", "layers.1.mlp.down_proj")
 
 
+def in_transformers(name):
+    return re.sub(r"^backbone\.", "model.", name)  # Nemotron-H's files have another stem than its class
+
+
 def peft_names(gradients, folder):
     """Of ours, as peft calls and shapes them: A [E, r, in] and B [E, out, r] there stand [E r, in] and [out, r E]."""
     found = {}
     for name, value in gradients.items():
         module, product, factor, _ = (name.rsplit(".", 3))
         if not module.endswith(".experts"):
-            found[name] = value
+            found[in_transformers(name)] = value
             continue
         if folder.startswith("llama4"):  # whose matrices peft takes for their transposes
             factor = {"lora_A": "lora_B", "lora_B": "lora_A"}[factor]
             value = value.transpose(1, 2)
-        both = f"{module}.down_proj.lora_A.weight" in gradients and product == "gate_up_proj"
-        module = module.replace("block_sparse_moe", "mlp") + (".base_layer" if both else "")
+        both = f"{module}.down_proj.lora_A.weight" in gradients and product != "down_proj"
+        module = in_transformers(module).replace("block_sparse_moe", "mlp") + (".base_layer" if both else "")
         found[f"{module}.{factor}.weight"] = (value.flatten(0, 1) if factor == "lora_A"
                                               else value.permute(1, 2, 0).flatten(1))
     return found
@@ -117,7 +122,8 @@ class Lora(unittest.TestCase):
         loss, logits, gradients = truth
         self.assertLess(abs(found["loss"].double() - loss).item(), LOSS_BOUND)
         self.assertLess((found["logits"].double() - logits).abs().max().item(), LOGITS_BOUND)
-        ours = {name.removeprefix("grad/"): value for name, value in found.items() if name.startswith("grad/")}
+        ours = {in_transformers(name.removeprefix("grad/")): value for name, value in found.items()
+                if name.startswith("grad/")}
         self.assertEqual(ours.keys(), gradients.keys())
         for name, expected in gradients.items():
             self.assertGreater(expected.norm().item(), 0, name)
@@ -128,7 +134,8 @@ class Lora(unittest.TestCase):
         fused = ("qkv_proj", "o_proj", "gate_up_proj")
         states = ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj")
         for name, targets in (("qwen3-fp32", TARGETS), ("llama-mixed", TARGETS), ("phi4-mini-fp32", fused),
-                              ("qwen3-next-fp32", states)):
+                              ("qwen3-next-fp32", states),
+                              ("nemotron-h-fp32", ("in_proj", "out_proj", "o_proj", "up_proj", "down_proj"))):
             with self.subTest(name):
                 checkpoint = self.train(DATA / name, run=name, targets=targets, data=name)
                 self.run_tessera("convert", checkpoint, f"{name}-adapter")
@@ -140,7 +147,7 @@ class Lora(unittest.TestCase):
                 layouts = [("--nproc", 3), tp, ("--nproc", 1), (*tp, "--parallelism.sequence_parallel", "false")]
                 if not FULL:
                     layouts = {"qwen3-fp32": layouts[:2], "phi4-mini-fp32": layouts[1:2],
-                               "qwen3-next-fp32": layouts[1:2]}.get(name, layouts[2:])
+                               "qwen3-next-fp32": layouts[1:2], "nemotron-h-fp32": layouts[1:2]}.get(name, layouts[2:])
                 for layout in layouts:
                     self.expect_gradients(self.gradients(checkpoint, name, *layout), truth)
 
@@ -201,9 +208,10 @@ class Lora(unittest.TestCase):
                    (*tp, "--parallelism.expert_tensor_parallel_degree", 2))
         for number, name in enumerate(("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32", "deepseek-v3-fp32",
                                        "glm4-moe-fp32", "mixtral-fp32", "llama4-text-fp32", "gemma4-fp32",
-                                       "qwen3-next-fp32")):
+                                       "qwen3-next-fp32", "nemotron-h-fp32")):
             with self.subTest(name):
-                self.expect_experts_as_peft(name, ("experts.gate_up_proj", "experts.down_proj", "o_proj"),
+                first = "up_proj" if name.startswith("nemotron") else "gate_up_proj"
+                self.expect_experts_as_peft(name, (f"experts.{first}", "experts.down_proj", "o_proj"),
                                             layouts if FULL else (layouts[number % len(layouts)],))
 
     def test_adapters_of_some_experts_alone(self):

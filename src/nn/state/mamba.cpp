@@ -7,6 +7,7 @@
 
 #include "grad/region.h"
 #include "nn/state/gated_rms_norm.h"
+#include "nn/state/state_part.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -80,8 +81,11 @@ at::Tensor Mamba::forward(const at::Tensor& x, const Documents& documents) {
     grad::refuse_recording("a layer with a state");
     const Documents of_rows{in[1]};
     const Projected projected = project(in[0]);
-    const at::Tensor xbc = conv1d_->forward(projected.xbc, of_rows);
-    return normed(state_space(inputs_of(xbc, projected), options_.chunk, of_rows), projected.gate);
+    const at::Tensor xbc =
+        conv1d_->forward(projected.xbc, documents_of(StatePart::kConvolution, of_rows));
+    const at::Tensor core = state_space(inputs_of(xbc, projected), options_.chunk,
+                                        documents_of(StatePart::kRecurrence, of_rows));
+    return normed(core, projected.gate);
   };
   return out_proj_->forward_into(options_.region, *this,
                                  {options_.region.enter(x), documents.starts}, mixed);
