@@ -2,7 +2,8 @@
 // experts, each behind a norm and beside the residual stream; in some families only one of the two.
 //
 // Which of them a layer has is read off the spec's layer types and the FamilyTraits in
-// decoder_layer.cpp. Short symbols: B rows, T positions. Next: ../nn/attention/attention.h, moe_layer.h.
+// decoder_layer.cpp. Short symbols: B rows, T positions. Next: ../nn/attention/attention.h,
+// moe_layer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
