@@ -234,10 +234,6 @@ void read_activation(ConfigReader& keys, ModelSpec& /*spec*/) {
   keys.expect("hidden_act", "silu", "the activation of the MLP");
 }
 
-void set_all_sliding(ModelSpec& spec) {
-  spec.layer_types.assign(static_cast<std::size_t>(spec.num_hidden_layers), LayerType::kSliding);
-}
-
 void read_tokens(ConfigReader& keys, ModelSpec& spec) {
   if (keys.contains("pad_token_id")) {
     // A negative padding index counts from the end, as torch's embedding reads it.
