@@ -58,4 +58,9 @@ void bmm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   at::bmm_out(out, a, b);
 }
 
+void add_bmm(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
+  const OneThread one(is_small(a, b));
+  sum.baddbmm_(a, b);
+}
+
 }  // namespace tessera::base

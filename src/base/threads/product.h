@@ -31,5 +31,7 @@ void mm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
 at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b);
 /// at::bmm_out, the same.
 void bmm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
+/// sum += a b, of batches of matrices as bmm_out's.
+void add_bmm(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace tessera::base

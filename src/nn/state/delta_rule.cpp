@@ -1,12 +1,8 @@
 #include "nn/state/delta_rule.h"
 
-#include <ATen/ops/baddbmm.h>
-#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -34,6 +30,8 @@ using torch::autograd::variable_list;
 /// cache, on a device 256 MiB.
 constexpr std::int64_t kElementsOnCpu = std::int64_t{1} << 18;
 constexpr std::int64_t kElementsOnDevice = std::int64_t{1} << 26;
+/// So many elements of states are computed together on the CPU.
+constexpr std::int64_t kStatesOnCpu = std::int64_t{1} << 18;
 
 at::ScalarType dtype_of_computation(const DeltaInputs& in) {
   return at::promote_types(in.v.scalar_type(), at::kFloat);
@@ -42,13 +40,20 @@ at::ScalarType dtype_of_computation(const DeltaInputs& in) {
 /// [a, b, ...] as [a * b, ...].
 at::Tensor joined(const at::Tensor& x) { return x.flatten(0, 1); }
 
-/// Products of all matrices [a, b, ., .], into contiguous memory.
+/// Products of all matrices [a, b, ., .]. Writes: out, contiguous.
 void products_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   at::Tensor flat = joined(out);
   base::bmm_out(flat, joined(a), joined(b));
 }
 
-/// What the forward of one key head's chunks leaves for its backward.
+/// Products of matrices [a, ., .].
+at::Tensor products_of(const at::Tensor& a, const at::Tensor& b) {
+  at::Tensor out = at::empty({a.size(0), a.size(1), b.size(2)}, a.options());
+  base::bmm_out(out, a, b);
+  return out;
+}
+
+/// What a backward computes again before it goes through the chunks.
 struct KeptChunks {
   at::Tensor states;  ///< [N, R, M, K, V], before each chunk
   at::Tensor missed;  ///< [N, R, M, C, V]: values less what the state in front of the chunk says
@@ -67,22 +72,19 @@ class DeltaScan {
   at::Tensor no_state() const {
     return at::zeros({sizes_.R, sizes_.M, sizes_.K, sizes_.V}, options());
   }
-  /// From `state` on, which becomes the one behind the row. Writes what positions read to `out`
-  /// [B, T, H, V], if that is defined.
-  void forward(at::Tensor& state, const at::Tensor& out);
-  /// The same from no state on, without an output.
+  /// Starts at `state`, which becomes the one behind the row. Writes: state, out [B, T, H, V].
+  void forward(const at::Tensor& state, const at::Tensor& out);
+  /// Starts without a state and forms no output.
   KeptChunks keep();
-  /// Writes the gradients of the inputs.
+  /// Gradients of decay and beta are [N, R, M, C], the others as the inputs. Writes: grads.
   void backward(const at::Tensor& grad, const KeptChunks& kept, const DeltaInputs& grads);
 
  private:
+  enum class Direction : std::uint8_t { kForward, kBackward };
   struct Chunk {
     std::int64_t number, length;
     DeltaSpan of;  ///< tensors of this chunk alone
   };
-  /// What a step backwards through the chunks hands to the next one.
-  struct StepGrads;
-
   at::TensorOptions options() const { return in_.v.options().dtype(compute_); }
   at::Tensor empty_values() const {
     return at::empty({sizes_.R, sizes_.M, sizes_.C, sizes_.V}, options());
@@ -100,7 +102,7 @@ class DeltaScan {
     return of_chunk(gates_.from_start, chunk).narrow(2, sizes_.C - 1, 1);
   }
   template <class F>
-  void for_chunks(bool backwards, F&& step);
+  void for_chunks(Direction direction, F&& step);
   /// Fills `missed` and `writes` of a chunk behind `state`.
   void write(const Chunk& chunk, const at::Tensor& state, const at::Tensor& missed,
              const at::Tensor& writes);
@@ -112,6 +114,13 @@ class DeltaScan {
   at::Tensor grad_of_pairs(const Chunk& chunk, const at::Tensor& grad_read,
                            const at::Tensor& grad_written, const at::Tensor& writes,
                            const at::Tensor& grad_beta, const at::Tensor& grad_decay);
+  at::Tensor grad_of_writes(const Chunk& chunk, const at::Tensor& grad_read,
+                            const at::Tensor& grad_late) const;
+  /// By the log of what the state keeps from the chunk's start to its end, [R, M, 1].
+  at::Tensor grad_through(const Chunk& chunk, const at::Tensor& state,
+                          const at::Tensor& grad_state) const {
+    return at::mul(state, grad_state).sum({2, 3}).unsqueeze(2) * through(chunk).squeeze(3);
+  }
   void finish_keys(const Chunk& chunk, const at::Tensor& grad_qk, const DeltaInputs& grads) const;
 
   const DeltaInputs& in_;
@@ -134,7 +143,7 @@ void DeltaScan::store(const at::Tensor& x, const at::Tensor& from, const Chunk& 
 }
 
 template <class F>
-void DeltaScan::for_chunks(bool backwards, F&& step) {
+void DeltaScan::for_chunks(Direction direction, F&& step) {
   const auto& [B, T, G, R, K, V, M, C, N] = sizes_;
   const std::int64_t most = in_.v.is_cpu() ? kElementsOnCpu : kElementsOnDevice;
   const std::int64_t together = std::max<std::int64_t>(1, most / std::max(R * M * C * C, C));
@@ -144,6 +153,7 @@ void DeltaScan::for_chunks(bool backwards, F&& step) {
     spans.push_back({first, std::min(together, whole - first), C});
   }
   if (whole < N) spans.push_back({whole, 1, T - whole * C});
+  const bool backwards = direction == Direction::kBackward;
   if (backwards) std::reverse(spans.begin(), spans.end());
   // In a dry run one chunk of the longest span, which takes what any of them does.
   const bool one = base::shapes_only();
@@ -181,7 +191,7 @@ void DeltaScan::read(const Chunk& chunk, const at::Tensor& state, const at::Tens
   }
   found.mul_(of_chunk(gates_.from_start, chunk));
   const at::Tensor seen = chunk.of.decay * chunk.of.products.narrow(1, 0, sizes_.C);
-  joined(found).baddbmm_(joined(seen), joined(writes));
+  base::add_bmm(joined(found), joined(seen), joined(writes));
   store(out, found, chunk);
 }
 
@@ -189,14 +199,14 @@ void DeltaScan::advance(const Chunk& chunk, const at::Tensor& state, const at::T
   state.mul_(through(chunk));
   const at::Tensor late = writes * of_chunk(gates_.to_end, chunk);
   const at::Tensor k = chunk.of.qk.narrow(1, sizes_.C, sizes_.C).transpose(1, 2);
-  for (std::int64_t r = 0; r < sizes_.R; ++r) state[r].baddbmm_(k, late[r]);
+  for (std::int64_t r = 0; r < sizes_.R; ++r) base::add_bmm(state[r], k, late[r]);
 }
 
-void DeltaScan::forward(at::Tensor& state, const at::Tensor& out) {
+void DeltaScan::forward(const at::Tensor& state, const at::Tensor& out) {
   const at::Tensor missed = empty_values(), writes = empty_values();
-  for_chunks(/*backwards=*/false, [&](const Chunk& chunk) {
+  for_chunks(Direction::kForward, [&](const Chunk& chunk) {
     write(chunk, state, missed, writes);
-    if (out.defined()) read(chunk, state, writes, out);
+    read(chunk, state, writes, out);
     advance(chunk, state, writes);
   });
 }
@@ -206,7 +216,7 @@ KeptChunks DeltaScan::keep() {
   KeptChunks kept{at::empty({N, R, M, K, V}, options()), at::empty({N, R, M, C, V}, options()),
                   at::empty({N, R, M, C, V}, options())};
   kept.states[0].zero_();
-  for_chunks(/*backwards=*/false, [&](const Chunk& chunk) {
+  for_chunks(Direction::kForward, [&](const Chunk& chunk) {
     const std::int64_t n = chunk.number;
     write(chunk, kept.states[n], kept.missed[n], kept.writes[n]);
     if (n + 1 == N) return;
@@ -218,7 +228,7 @@ KeptChunks DeltaScan::keep() {
 
 void DeltaScan::backward(const at::Tensor& grad, const KeptChunks& kept, const DeltaInputs& grads) {
   const at::Tensor grad_state = no_state();
-  for_chunks(/*backwards=*/true,
+  for_chunks(Direction::kBackward,
              [&](const Chunk& chunk) { step_back(chunk, grad, kept, grad_state, grads); });
 }
 
@@ -234,18 +244,14 @@ void DeltaScan::step_back(const Chunk& chunk, const at::Tensor& grad_out, const 
   load(grad_read, grad_out, chunk);
 
   // What is written is read later in the chunk, and by way of the state.
-  const at::Tensor grad_writes = empty_values();
+  const at::Tensor grad_late = empty_values();
   for (std::int64_t r = 0; r < R; ++r) {
-    at::Tensor of_head = grad_writes[r];
+    at::Tensor of_head = grad_late[r];
     base::bmm_out(of_head, k, grad_state[r]);
   }
-  grad_writes.mul_(f);
-  const at::Tensor at_end = at::mul(grad_writes, writes).sum(3);  // [R, M, C]
-  const at::Tensor seen = chunk.of.decay * chunk.of.products.narrow(1, 0, C);
-  joined(grad_writes).baddbmm_(joined(seen).transpose(1, 2), joined(grad_read));
-  const at::Tensor grad_written = empty_values();  // of beta (v - e (k S))
-  products_into(grad_written, chunk.of.inverse.transpose(2, 3), grad_writes);
-
+  grad_late.mul_(f);
+  const at::Tensor at_end = at::mul(grad_late, writes).sum(3);  // [R, M, C]
+  const at::Tensor grad_written = grad_of_writes(chunk, grad_read, grad_late);
   const at::Tensor grad_beta = at::mul(grad_written, kept.missed[chunk.number]).sum(3);
   const at::Tensor grad_decay = at::empty({R, M, C}, options());
   const at::Tensor grad_pairs =
@@ -258,31 +264,41 @@ void DeltaScan::step_back(const Chunk& chunk, const at::Tensor& grad_out, const 
   at::Tensor of_queries = grad_found.narrow(2, 0, C), of_keys = grad_found.narrow(2, C, C);
   at::mul_out(of_queries, grad_read, e);
   at::mul_out(of_keys, grad_written, e).neg_();
-  const at::Tensor grad_qk = at::bmm(grad_pairs, k);
-  at::Tensor grad_k = at::bmm(grad_pairs.transpose(1, 2), qk);
+  const at::Tensor grad_qk = products_of(grad_pairs, k);
+  at::Tensor grad_k = products_of(grad_pairs.transpose(1, 2), qk);
   const at::Tensor at_start = at::empty({R, M, C}, options());
   const at::Tensor late = writes * f;
   for (std::int64_t r = 0; r < R; ++r) {
-    const at::Tensor of_head = at::bmm(grad_found[r], state[r].transpose(1, 2));
+    const at::Tensor of_head = products_of(grad_found[r], state[r].transpose(1, 2));
     grad_qk.add_(of_head);
     at_start[r].copy_(at::mul(of_head, qk).sum(2).view({M, 2, C}).sum(1));
-    grad_k.baddbmm_(late[r], grad_state[r].transpose(1, 2));
+    base::add_bmm(grad_k, late[r], grad_state[r].transpose(1, 2));
   }
   grad_qk.narrow(1, C, C).add_(grad_k);
   finish_keys(chunk, grad_qk, grads);
 
-  const at::Tensor through_all =
-      at::bmm(state.view({R * M, 1, K * V}), grad_state.view({R * M, K * V, 1})).view({R, M, 1}) *
-      through(chunk).squeeze(3);
   const at::Tensor up_to = gates_.ahead.logical_not().to(compute_);  // row i, column t <= i
-  grad_decay.add_(through_all)
+  grad_decay.add_(grad_through(chunk, state, grad_state))
       .add_(at_start.matmul(up_to))
       .add_(at_end.matmul(gates_.ahead.to(compute_)));
   grads.beta.select(0, chunk.number).copy_(grad_beta);
   grads.decay.select(0, chunk.number).copy_(grad_decay);
 
   grad_state.mul_(through(chunk));
-  for (std::int64_t r = 0; r < R; ++r) grad_state[r].baddbmm_(qk.transpose(1, 2), grad_found[r]);
+  for (std::int64_t r = 0; r < R; ++r) {
+    base::add_bmm(grad_state[r], qk.transpose(1, 2), grad_found[r]);
+  }
+}
+
+/// -> the gradient of beta (v - e (k S)) [R, M, C, V]; grad_late: that of what is written by way of
+/// the state, which becomes the whole one.
+at::Tensor DeltaScan::grad_of_writes(const Chunk& chunk, const at::Tensor& grad_read,
+                                     const at::Tensor& grad_late) const {
+  const at::Tensor seen = chunk.of.decay * chunk.of.products.narrow(1, 0, sizes_.C);
+  base::add_bmm(joined(grad_late), joined(seen).transpose(1, 2), joined(grad_read));
+  const at::Tensor result = empty_values();
+  products_into(result, chunk.of.inverse.transpose(2, 3), grad_late);
+  return result;
 }
 
 /// -> the gradient of the products q k^T and k k^T [M, 2C, C]; adds to grad_beta, fills grad_decay.
@@ -328,24 +344,47 @@ void DeltaScan::finish_keys(const Chunk& chunk, const at::Tensor& grad_qk,
   positions(grads.k, chunk, 1).select(0, 0).copy_(parts.select(2, 1));
 }
 
-/// [N, R, M, C] -> [B, T, H] in `dtype`.
-at::Tensor gate_of_positions(const at::Tensor& gate, const DeltaSizes& sizes,
-                             at::ScalarType dtype) {
+/// [N, R, M, C] -> [B, T, H].
+at::Tensor by_position(const at::Tensor& gate, const DeltaSizes& sizes) {
   return gate.view({sizes.N, sizes.R, sizes.B, sizes.G, sizes.C})
       .permute({2, 0, 4, 3, 1})
       .reshape({sizes.B, sizes.N * sizes.C, sizes.G * sizes.R})
-      .narrow(1, 0, sizes.T)
-      .to(dtype)
-      .contiguous();
+      .narrow(1, 0, sizes.T);
+}
+
+/// Views of so many key heads and their value heads.
+DeltaInputs heads_of(const DeltaInputs& in, std::int64_t first, std::int64_t count) {
+  const std::int64_t repeat = in.v.size(2) / in.q.size(2);
+  const auto values = [&](const at::Tensor& x) {
+    return x.narrow(2, first * repeat, count * repeat);
+  };
+  return {in.q.narrow(2, first, count), in.k.narrow(2, first, count), values(in.v),
+          values(in.decay), values(in.beta)};
+}
+
+/// Calls f(inputs of some key heads, the first of them): heads know nothing of each other, and the
+/// states of a few of them stay in the cache of a CPU. A device takes all at once.
+template <class F>
+void for_heads(const DeltaInputs& in, F&& f) {
+  const DeltaSizes sizes(in);
+  const std::int64_t of_one = std::max<std::int64_t>(1, sizes.B * sizes.R * sizes.K * sizes.V);
+  const std::int64_t step =
+      in.v.is_cpu() ? std::max<std::int64_t>(1, kStatesOnCpu / of_one) : sizes.G;
+  for (std::int64_t first = 0; first < sizes.G; first += step) {
+    f(heads_of(in, first, std::min(step, sizes.G - first)), first);
+  }
 }
 
 at::Tensor read_all(const DeltaInputs& in, const Documents& documents) {
   const WideScope inside;
   const at::Tensor out = at::empty(in.v.sizes(), in.v.options());
   if (out.numel() == 0) return out;
-  DeltaScan scan(in, documents);
-  at::Tensor state = scan.no_state();
-  scan.forward(state, out);
+  for_heads(in, [&](const DeltaInputs& part, std::int64_t first) {
+    DeltaScan scan(part, documents);
+    at::Tensor state = scan.no_state();
+    const std::int64_t heads = part.v.size(2), repeat = heads / part.q.size(2);
+    scan.forward(state, out.narrow(2, first * repeat, heads));
+  });
   return out;
 }
 
@@ -353,16 +392,20 @@ DeltaInputs gradients_of(const DeltaInputs& in, const Documents& documents,
                          const at::Tensor& grad) {
   const WideScope inside;
   const auto like = [](const at::Tensor& x) { return at::empty(x.sizes(), x.options()); };
-  DeltaInputs grads{like(in.q), like(in.k), like(in.v), {}, {}};
-  if (in.v.numel() == 0) return {grads.q, grads.k, grads.v, like(in.decay), like(in.beta)};
-  DeltaScan scan(in, documents);
-  const DeltaSizes sizes(in);
-  const auto options = in.v.options().dtype(dtype_of_computation(in));
-  grads.decay = at::empty({sizes.N, sizes.R, sizes.M, sizes.C}, options);
-  grads.beta = at::empty_like(grads.decay);
-  scan.backward(grad, scan.keep(), grads);
-  grads.decay = gate_of_positions(grads.decay, sizes, in.decay.scalar_type());
-  grads.beta = gate_of_positions(grads.beta, sizes, in.beta.scalar_type());
+  const DeltaInputs grads{like(in.q), like(in.k), like(in.v), like(in.decay), like(in.beta)};
+  if (in.v.numel() == 0) return grads;
+  for_heads(in, [&](const DeltaInputs& part, std::int64_t first) {
+    DeltaScan scan(part, documents);
+    const DeltaSizes sizes(part);
+    const DeltaInputs of_part = heads_of(grads, first, sizes.G);
+    DeltaInputs of_chunks = of_part;
+    of_chunks.decay = at::empty({sizes.N, sizes.R, sizes.M, sizes.C},
+                                in.v.options().dtype(dtype_of_computation(in)));
+    of_chunks.beta = at::empty_like(of_chunks.decay);
+    scan.backward(grad.narrow(2, first * sizes.R, sizes.G * sizes.R), scan.keep(), of_chunks);
+    of_part.decay.copy_(by_position(of_chunks.decay, sizes));
+    of_part.beta.copy_(by_position(of_chunks.beta, sizes));
+  });
   return grads;
 }
 
@@ -408,10 +451,10 @@ at::Tensor read_one(const DeltaInputs& in, at::Tensor& state) {
   const at::Tensor q = of_heads(in.q) * (1.0 / std::sqrt(static_cast<double>(K)));
   const at::Tensor next = joined(state) * of_gate(in.decay).exp();
   const at::Tensor value = in.v.to(compute).reshape({B * G * R, 1, V});
-  const at::Tensor written = (value - at::bmm(k, next)).mul_(of_gate(in.beta));
-  next.baddbmm_(k.transpose(1, 2), written);
+  const at::Tensor written = (value - products_of(k, next)).mul_(of_gate(in.beta));
+  base::add_bmm(next, k.transpose(1, 2), written);
   state = next.view({B, G * R, K, V});
-  return at::bmm(q, next).view({B, 1, G * R, V}).to(in.v.scalar_type());
+  return products_of(q, next).view({B, 1, G * R, V}).to(in.v.scalar_type());
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ struct GatedNorm {
 /// Calls f(first row, rows) for parts that stay in the cache of a CPU; all at once on a device.
 template <class F>
 void for_rows_at_once(const at::Tensor& x, const F& f) {
-  constexpr std::int64_t kElements = std::int64_t{1} << 17;
+  constexpr std::int64_t kElements = std::int64_t{1} << 18;
   const std::int64_t rows = x.size(0);
   const std::int64_t step =
       x.is_cpu()

@@ -41,7 +41,7 @@ class ShortSums {
   at::TensorOptions wide_options() const { return x_.options().dtype(wide_); }
   at::Tensor factor(std::int64_t back) const { return factors_[width() - 1 - back]; }
   std::int64_t positions_at_once() const {
-    constexpr std::int64_t kElements = std::int64_t{1} << 17;
+    constexpr std::int64_t kElements = std::int64_t{1} << 18;
     if (!x_.is_cpu()) return x_.size(1);
     return std::max<std::int64_t>(width(),
                                   kElements / std::max<std::int64_t>(1, x_.size(0) * x_.size(2)));

@@ -102,11 +102,8 @@ at::Tensor chunked(const Tensors& in, const Documents& documents) {
 }
 
 /// Outputs and gradients of a drawn case, where q, k, v have `dtype` and the gates have `gates`.
-void compare_with_recurrent(std::uint64_t seed, at::ScalarType dtype, at::ScalarType gates,
-                            const Bound& bound) {
-  std::mt19937_64 random(seed);
-  at::manual_seed(seed);
-  const Case of = drawn_case(random);
+void compare_with_recurrent(const Case& of, std::mt19937_64& random, at::ScalarType dtype,
+                            at::ScalarType gates, const Bound& bound) {
   SCOPED_TRACE(::testing::Message() << of);
   Tensors in = drawn_inputs(of);
   for (std::size_t i = 0; i < in.size(); ++i) in[i] = in[i].to(i < 3 ? dtype : gates);
@@ -116,7 +113,6 @@ void compare_with_recurrent(std::uint64_t seed, at::ScalarType dtype, at::Scalar
   const Documents documents = of.packed ? documents_of(rows) : Documents{};
   const auto found = [&](const Tensors& x) { return chunked(x, documents); };
   const auto expected = [&](const Tensors& x) { return one_by_one(x, rows, recurrent); };
-  // Each row is scaled by itself: gradients of the inputs in fp64 would hide what one head is off.
   Tensors wide;
   for (const at::Tensor& x : in) wide.push_back(x.to(at::kDouble));
   const at::Tensor grad = at::randn(in[2].sizes()).to(at::kBFloat16);
@@ -128,21 +124,37 @@ void compare_with_recurrent(std::uint64_t seed, at::ScalarType dtype, at::Scalar
   }
 }
 
+void compare_drawn(std::uint64_t seed, at::ScalarType dtype, at::ScalarType gates,
+                   const Bound& bound) {
+  std::mt19937_64 random(seed);
+  at::manual_seed(seed);
+  const Case of = drawn_case(random);
+  compare_with_recurrent(of, random, dtype, gates, bound);
+}
+
 TEST(DeltaRule, ChunksAreTheRecurrentRule) {
   for (std::uint64_t seed = 0; seed < 16; ++seed) {
-    compare_with_recurrent(seed, at::kDouble, at::kDouble, kFloat64);
+    compare_drawn(seed, at::kDouble, at::kDouble, kFloat64);
   }
+}
+
+// So large that the CPU takes key heads in two parts.
+TEST(DeltaRule, HeadsMayBeComputedInParts) {
+  std::mt19937_64 random(90);
+  at::manual_seed(90);
+  compare_with_recurrent({2, 70, 3, 3, 128, 128, Decays::kMixed, 0, true}, random, at::kDouble,
+                         at::kDouble, kFloat64);
 }
 
 TEST(DeltaRule, InFloat32IsOffBySumsOfRoundings) {
   for (std::uint64_t seed = 100; seed < 108; ++seed) {
-    compare_with_recurrent(seed, at::kFloat, at::kFloat, kSumsInFloat32);
+    compare_drawn(seed, at::kFloat, at::kFloat, kSumsInFloat32);
   }
 }
 
 TEST(DeltaRule, RoundsBFloat16Once) {
   for (std::uint64_t seed = 200; seed < 204; ++seed) {
-    compare_with_recurrent(seed, at::kBFloat16, at::kFloat, kBFloat16);
+    compare_drawn(seed, at::kBFloat16, at::kFloat, kBFloat16);
   }
 }
 

@@ -39,9 +39,10 @@ Case drawn_case(std::uint64_t seed, bool packed) {
   const auto up_to = [&](std::uint64_t most) {
     return static_cast<std::int64_t>(1 + random() % most);
   };
-  // Some have more positions than are computed at once (2^17 elements).
-  const std::int64_t rows = up_to(2), positions = up_to(150);
-  const std::int64_t channels = random() % 3 == 0 ? 2000 : up_to(40), width = up_to(5);
+  // Some have more positions than are computed at once (2^18 elements).
+  const bool large = random() % 4 == 0;
+  const std::int64_t rows = large ? 2 : up_to(2), positions = large ? 140 : up_to(150);
+  const std::int64_t channels = large ? 2000 : up_to(40), width = up_to(5);
   Case result;
   result.in = {at::randn({rows, positions, channels}, at::kDouble),
                at::randn({channels, 1, width}, at::kDouble).mul_(0.5)};
