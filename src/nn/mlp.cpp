@@ -1,7 +1,7 @@
 #include "nn/mlp.h"
 
+#include <ATen/ops/clamp_min.h>
 #include <ATen/ops/gelu.h>
-#include <ATen/ops/relu.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>
@@ -72,7 +72,7 @@ struct ClampedSwigluFunction : torch::autograd::Function<ClampedSwigluFunction> 
 /// Keeps what is not negative of the input.
 struct ReluSquaredFunction : torch::autograd::Function<ReluSquaredFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
-    const at::Tensor kept = at::relu(x);
+    const at::Tensor kept = at::clamp_min(x, 0);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({kept});
     return kept * kept;
@@ -88,7 +88,8 @@ struct ReluSquaredFunction : torch::autograd::Function<ReluSquaredFunction> {
 }  // namespace
 
 at::Tensor relu_squared(const at::Tensor& x) {
-  return base::has_second_derivatives(x) ? at::relu(x).square() : ReluSquaredFunction::apply(x);
+  return base::has_second_derivatives(x) ? at::clamp_min(x, 0).square()
+                                         : ReluSquaredFunction::apply(x);
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {

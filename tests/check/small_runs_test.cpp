@@ -48,7 +48,9 @@ TEST(SmallRuns, FindNothingInRightLayoutsOfLayersWithAState) {
   heads.tp = heads.ep = 2;
   stages.pp = stages.shard = 2;
   stages.micro_batches = 2;
-  for (const Drawn& d : {heads, stages}) {
+  Drawn groups = heads;
+  groups.family = "nemotron-h";
+  for (const Drawn& d : {heads, stages, groups}) {
     const TemporaryFolder folder;
     SCOPED_TRACE(::testing::Message() << d);
     const Config config = config_of(folder, d);

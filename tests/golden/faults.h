@@ -17,6 +17,7 @@ inline constexpr const char* kSigmoid = "deepseek-v3-fp32";
 inline constexpr const char* kLlama4 = "llama4-text-fp32";
 inline constexpr const char* kGemma = "gemma4-fp32";
 inline constexpr const char* kHybrid = "qwen3-next-fp32";
+inline constexpr const char* kMamba = "nemotron-h-fp32";
 
 enum class CaughtBy : std::uint8_t {
   kSharding,    ///< refused when the model is sharded, naming the parameter

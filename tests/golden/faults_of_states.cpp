@@ -61,6 +61,16 @@ std::vector<Fault> faults_of_states() {
       {"GatedNormUnreduced", "The norm of cut value heads counts as Invariant",
        "next to SkyRL #2226", kHybrid, whole, misplaced("linear_attn.norm", everywhere),
        CaughtBy::kInvariance, "linear_attn.norm.weight"},
+      {"StateSpaceOverBorders", "The state of Mamba-2 is carried over the borders of documents",
+       "NeMo Automodel #2147", kMamba, shards, without_borders(nn::StatePart::kRecurrence),
+       CaughtBy::kGradients, "mixer.in_proj.weight", Setting::kPacked},
+      {"InputsOfOtherGroups",
+       "Rows of [gate \\| x \\| B \\| C \\| dt] are cut as rows of one matrix", "Megatron-LM #1989",
+       kMamba, shards, misplaced("mixer.in_proj", cut_in({})), CaughtBy::kGradients,
+       "mixer.in_proj.weight"},
+      {"StateInputsNotGrouped", "Filters of [x \\| B \\| C] are cut as [x \\| B and C]",
+       "next to Megatron-LM #1989", kMamba, shards, misplaced("mixer.conv1d", cut_in({48, 48})),
+       CaughtBy::kGradients, "mixer.conv1d.weight"},
   };
 }
 

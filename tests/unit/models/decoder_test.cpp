@@ -150,19 +150,18 @@ TEST_P(Decode, Bfloat16LogitsStayWithinItsRoundings) {
   EXPECT_LT(error, 1.5 * plain_error);
 }
 
-INSTANTIATE_TEST_SUITE_P(Folders, Decode,
-                         ::testing::Values("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed",
-                                           "qwen2-fp32", "qwen2-mixed", "mistral-fp32",
-                                           "mistral-mixed", "olmo2-fp32", "olmo2-mixed",
-                                           "gemma3-text-fp32", "gemma3-text-mixed", "granite-fp32",
-                                           "granite-mixed", "smollm3-fp32", "smollm3-mixed",
-                                           "phi3-fp32", "phi3-mixed", "qwen3-next-fp32",
-                                           "qwen3-5-text-fp32"),
-                         [](const auto& folder) {
-                           std::string name = folder.param;
-                           for (char& c : name) c = c == '-' ? '_' : c;
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Folders, Decode,
+    ::testing::Values("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-fp32",
+                      "qwen2-mixed", "mistral-fp32", "mistral-mixed", "olmo2-fp32", "olmo2-mixed",
+                      "gemma3-text-fp32", "gemma3-text-mixed", "granite-fp32", "granite-mixed",
+                      "smollm3-fp32", "smollm3-mixed", "phi3-fp32", "phi3-mixed", "qwen3-next-fp32",
+                      "qwen3-5-text-fp32", "nemotron-h-fp32", "nemotron-h-mixed"),
+    [](const auto& folder) {
+      std::string name = folder.param;
+      for (char& c : name) c = c == '-' ? '_' : c;
+      return name;
+    });
 
 // Phi-4-mini's longrope: texts of at most 16 positions turn otherwise than longer ones. Property:
 // over a cache a text has the logits of its whole forward at every length, and a text that outgrows

@@ -117,6 +117,17 @@ TEST_F(Fused, SwigluEqualsComposite) {
   }
 }
 
+TEST_F(Fused, ReluSquaredEqualsComposite) {
+  const auto fused = [](const Tensors& in) { return relu_squared(in[0]); };
+  const auto composite = [](const Tensors& in) { return at::relu(in[0]) * at::relu(in[0]); };
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const std::int64_t size : {0, 1, 1000}) {
+      expect_equals_composite(fused, composite, {draw({3, size}, dtype)}, bound_of(dtype),
+                              name_of({dtype, dtype}, size));
+    }
+  }
+}
+
 TEST_F(Fused, CausalAttentionEqualsComposite) {
   // fp32: sums of up to 70 products. bf16: scores, weights and their gradients are rounded on the
   // way, each 2^-8 at most, and the errors add up.
