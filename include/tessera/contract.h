@@ -49,7 +49,10 @@ struct ParameterMeta {
   FrozenAs frozen_as = FrozenAs::kShard;  ///< where it is frozen and no rule says how
   /// The pattern by which the model family keeps it in fp32 (`_keep_in_fp32_modules_strict`).
   std::optional<std::string> strict_pin;
-  /// The same for `_keep_in_fp32_modules`, which speaks only where param_dtype is float16.
+  /// The pattern by which it decays the state of a layer, so that rounding it changes a state at
+  /// every position: fp32 as NeMo Automodel keeps it, where a file has it narrower, too.
+  std::optional<std::string> state_pin;
+  /// The same as strict_pin for `_keep_in_fp32_modules`, which speaks only where param_dtype is float16.
   std::optional<std::string> pin16;
   std::optional<DType> user_grad_dtype;  ///< a leaf's own grad_dtype, set before sharding
   std::vector<std::string> aliases;      ///< further names of the same tensor (tied parameters)

@@ -81,7 +81,7 @@ void check_loss_scaling(const GradContract& contract, const PrecisionPolicy& pol
 void resolve_compute(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                      const PrecisionPolicy& policy) {
   Setting<DType> compute = asked_compute(meta, asked, policy, contract.storage.dtype);
-  if (const auto pin = grad::pinned_by({meta.strict_pin, meta.pin16}, asked, policy)) {
+  if (const auto pin = grad::pinned_by(grad::pins_of(meta), asked, policy)) {
     compute.value = widen_to(compute.value, DType::kFloat32);
     if (compute.value == DType::kFloat32) compute.reason = concat("pinned by ", *pin);
   } else if (meta.pin16 && !asked.pin) {
@@ -414,7 +414,7 @@ Setting<DType> compute_of(const BufferMeta& meta, const Asked& asked,
                           const PrecisionPolicy& policy, DType storage) {
   if (!is_floating(storage)) return {storage, "not floating: as storage"};
   if (is_table(meta)) return {storage, "a computed table: never cast"};
-  if (const auto pin = pinned_by({meta.strict_pin, meta.pin16}, asked, policy)) {
+  if (const auto pin = pinned_by(pins_of(meta), asked, policy)) {
     return {widen_to(storage, DType::kFloat32), concat("pinned by ", *pin)};
   }
   if (asked.param_dtype) return *asked.param_dtype;

@@ -47,6 +47,10 @@ std::optional<std::string> pinned_by(const Pins& pins, const Asked& asked,
   if (pins.strict) {
     return concat("the model family (_keep_in_fp32_modules_strict: ", *pins.strict, ")");
   }
+  if (pins.state) {
+    return concat(
+        "the model family (what decays a state, as NeMo Automodel keeps it: ", *pins.state, ")");
+  }
   if (pins.only_float16 && policy.param_dtype == DType::kFloat16) {
     return concat("the model family under float16 (_keep_in_fp32_modules: ", *pins.only_float16,
                   ")");
@@ -61,13 +65,19 @@ namespace {
 /// understood.
 void pin_storage(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                  const PrecisionPolicy& policy) {
-  const auto pin = pinned_by({meta.strict_pin, meta.pin16}, asked, policy);
+  const auto pin = pinned_by(pins_of(meta), asked, policy);
   const DType storage = contract.storage.dtype;
   if (!pin || represents(storage, DType::kFloat32)) return;
   if (asked.widen && asked.widen->value) {
     contract.storage.dtype = DType::kFloat32;
     contract.reason(ContractField::kStorage) =
         concat(to_string(storage), " widened by ", asked.widen->reason);
+    return;
+  }
+  if (meta.state_pin && !asked.pin) {
+    contract.storage.dtype = DType::kFloat32;
+    contract.reason(ContractField::kStorage) =
+        concat(to_string(storage), " widened, pinned by ", *pin);
     return;
   }
   TESSERA_CHECK(!meta.checkpoint, ErrorKind::kContract, meta.name, ": found ", to_string(storage),
@@ -88,7 +98,7 @@ void request_narrower(GradContract& contract, const ParameterMeta& meta, const A
                 ") can hold: [precision] on_narrower_request is \"error\"; change ",
                 where_to_change(request.reason, "storage_dtype"),
                 ", or set on_narrower_request to \"keep\" or \"narrow\"");
-  const auto pin = pinned_by({meta.strict_pin, meta.pin16}, asked, policy);
+  const auto pin = pinned_by(pins_of(meta), asked, policy);
   if (policy.on_narrower_request == NarrowerRequest::kNarrow && !pin) {
     contract.storage.dtype = request.value;
     reason = concat(request.reason, ", narrowed from ", to_string(found),

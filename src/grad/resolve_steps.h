@@ -29,7 +29,13 @@ std::optional<Setting<DType>> recorded(std::optional<DType> own, std::optional<D
 struct Pins {
   const std::optional<std::string>& strict;
   const std::optional<std::string>& only_float16;
+  const std::optional<std::string>& state;
 };
+inline const std::optional<std::string> kNoPin;
+inline Pins pins_of(const ParameterMeta& meta) {
+  return {meta.strict_pin, meta.pin16, meta.state_pin};
+}
+inline Pins pins_of(const BufferMeta& meta) { return {meta.strict_pin, meta.pin16, kNoPin}; }
 std::optional<std::string> pinned_by(const Pins& pins, const Asked& asked,
                                      const PrecisionPolicy& policy);
 

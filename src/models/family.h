@@ -29,8 +29,8 @@ struct KeepInFloat32 {
   /// _keep_in_fp32_modules_strict of NeMo Automodel's class, where transformers' has none: of
   /// routers, so of models with experts only.
   std::vector<std::string> routers = {};
-  /// What decays the states of linear layers, where transformers' class has no list: NeMo Automodel
-  /// keeps it in fp32 (FP32_GDN_PARAM_NAMES), so of models with such layers.
+  /// Parameters that decay the states of linear layers, in models with such layers: NeMo Automodel
+  /// keeps them in fp32 (FP32_GDN_PARAM_NAMES), transformers' classes have no list of them.
   std::vector<std::string> states = {};
   /// `strict` is of routers: a model of the family whose layers are all dense has nothing of it.
   bool strict_of_routers = false;

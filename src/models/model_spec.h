@@ -93,7 +93,7 @@ struct ModelSpec {
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kNone;
   }
   bool has_rope(std::int64_t layer) const {
-    return std::ranges::find(layers_without_rope, layer) == layers_without_rope.end();
+    return !std::ranges::binary_search(layers_without_rope, layer);
   }
   /// The first elements of a head that rope turns, where it is not the whole one.
   std::int64_t turned_dim() const {

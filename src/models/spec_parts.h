@@ -7,6 +7,7 @@
 // Pure. Next: model_spec.h, moe_layer.h, patch_grid.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -159,7 +160,7 @@ struct MoeSpec {
 
   std::int64_t first_dense_layers = 0;             ///< so many layers have an MLP instead
   std::int64_t sparse_step = 1;                    ///< then every n-th has experts
-  std::vector<std::int64_t> mlp_only_layers = {};  ///< but not these
+  std::vector<std::int64_t> mlp_only_layers = {};  ///< but not these, ascending
 
   /// The published coefficient, and whether the published model is trained with it.
   double router_aux_loss_coef = 0.0;
@@ -172,9 +173,7 @@ struct MoeSpec {
   bool is_gated() const { return activation != ExpertActivation::kReluSquared; }
   bool has_stored_bias() const { return scores == ExpertScores::kSigmoid; }
   bool is_moe(std::int64_t layer) const {
-    for (const std::int64_t dense : mlp_only_layers) {
-      if (dense == layer) return false;
-    }
+    if (std::ranges::binary_search(mlp_only_layers, layer)) return false;
     return layer >= first_dense_layers && (layer + 1) % sparse_step == 0;
   }
   bool operator==(const MoeSpec&) const = default;

@@ -57,7 +57,12 @@ void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& 
   };
   if (!family.pins.strict_of_routers || there(family.router_module)) strictly(family.pins.strict);
   if (std::ranges::any_of(family.pins.routers, there)) strictly(family.pins.routers);
-  if (std::ranges::any_of(family.pins.states, there)) strictly(family.pins.states);
+  if (std::ranges::any_of(family.pins.states, there)) {
+    for (const std::string& pattern : family.pins.states) {
+      TESSERA_INVARIANT(pin(pattern, &ParameterMeta::state_pin, parameters), pattern,
+                        " of a layer with a state matches nothing");
+    }
+  }
   apply(family.pins.under_float16, &ParameterMeta::pin16, &BufferMeta::pin16,
         "_keep_in_fp32_modules", family, parameters, buffers);
 }

@@ -1,6 +1,5 @@
 #include "models/keys/bare_infinity.h"
 
-#include <array>
 #include <cstddef>
 
 namespace tessera::models {
@@ -8,7 +7,7 @@ namespace {
 
 constexpr std::string_view kInfinity = "Infinity";
 constexpr std::string_view kSpelled = R"({"__float__": "Infinity"})";
-constexpr std::array<std::string_view, 2> kKeys{"time_step_limit", "mamba_dt_limit"};
+constexpr std::string_view kKey = "time_step_limit";
 
 bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
 
@@ -30,9 +29,7 @@ class Place {
     return at + 1;
   }
 
-  bool takes_infinity() const {
-    return depth_ == 2 && in_list_ && (key_ == kKeys[0] || key_ == kKeys[1]);
-  }
+  bool takes_infinity() const { return depth_ == 2 && in_list_ && key_ == kKey; }
 
  private:
   std::size_t pass_string(std::string_view json, std::size_t at) {

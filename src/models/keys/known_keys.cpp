@@ -156,8 +156,6 @@ constexpr std::string_view kOfRopeKinds[] = {
     "high_freq_factor",
     "long_factor",
     "low_freq_factor",
-    "mrope_interleaved",  // which pairs turn by which of the positions that images tell apart
-    "mrope_section",
     "mscale",
     "original_max_position_embeddings",
     "short_factor",
@@ -334,6 +332,8 @@ void settle_left_keys(ConfigReader& keys, const ModelSpec* spec, LeftKeys& left)
 }
 
 void settle_left_rope_keys(ConfigReader& keys, LeftKeys& left) {
+  // Which pairs turn by which of the positions that images tell apart: those of text are equal.
+  keys.ignore({"mrope_interleaved", "mrope_section"});
   sort_left(keys, left, [](const std::string& key, const nlohmann::json& value) {
     return matches(kOfRopeKinds, key) || is_off(key, value);
   });

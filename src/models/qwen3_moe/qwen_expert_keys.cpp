@@ -1,5 +1,6 @@
 #include "models/qwen3_moe/qwen_expert_keys.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "models/spec_keys.h"
@@ -9,6 +10,7 @@ namespace {
 
 void read_mlp_only_layers(ConfigReader& keys, ModelSpec& spec) {
   spec.moe->mlp_only_layers = keys.integers("mlp_only_layers", {0, spec.num_hidden_layers - 1});
+  std::ranges::sort(spec.moe->mlp_only_layers);
 }
 
 }  // namespace

@@ -8,20 +8,12 @@
 #include <vector>
 
 #include "grad/region.h"
-#include "nn/state/gated_rms_norm.h"
+#include "nn/state/rate.h"
 #include "nn/state/state_part.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {
-
-/// The weight of the norm of each head, [V].
-class DeltaNet::Norm : public PlacedModule {
- public:
-  Norm(std::int64_t size, const TensorRegion& region)
-      : weight(add_parameter("weight", {size}, norm_weight(region.inside()))) {}
-  at::Tensor weight;
-};
 
 DeltaNet::DeltaNet(const DeltaNetOptions& options) : options_(options) {
   const TensorRegion& region = options.region;
@@ -39,7 +31,7 @@ DeltaNet::DeltaNet(const DeltaNetOptions& options) : options_(options) {
       std::make_shared<Conv1d>(2 * keys + values, options.conv_width, Bias::kNo,
                                region.sections({ranks * keys, ranks * keys, ranks * values})));
   add_projections(keys, values);
-  norm_ = register_module("norm", std::make_shared<Norm>(options.value_dim, region));
+  norm_ = register_module("norm", std::make_shared<GatedNorm>(options.value_dim, region.inside()));
   out_proj_ = register_module(
       "out_proj",
       std::make_shared<Linear>(values, options.hidden_size, Bias::kNo, row_parallel(region)));
@@ -101,7 +93,7 @@ DeltaInputs DeltaNet::inputs_of(const at::Tensor& mixed, const Projected& projec
   return {.q = heads(parts[0], options_.key_heads, options_.key_dim),
           .k = heads(parts[1], options_.key_heads, options_.key_dim),
           .v = heads(parts[2], options_.value_heads, options_.value_dim),
-          .decay = -a_log_.to(wide).exp() * step,
+          .decay = rate_of_state(a_log_, wide) * step,
           .beta = projected.b.to(wide).sigmoid()};
 }
 

@@ -21,6 +21,7 @@
 #include "nn/linear.h"
 #include "nn/state/conv1d.h"
 #include "nn/state/delta_rule.h"
+#include "nn/state/gated_rms_norm.h"
 #include "nn/tensor_region.h"
 #include "nn/token_mixer.h"
 
@@ -51,7 +52,6 @@ class DeltaNet : public TokenMixer {
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
-  class Norm;
   struct Projected {
     at::Tensor qkv;   ///< [B, T, 2*G*K + H*V], all queries, all keys, all values
     at::Tensor z;     ///< [B, T, H, V], the gates of the norm
@@ -70,7 +70,7 @@ class DeltaNet : public TokenMixer {
   std::shared_ptr<Linear> in_proj_qkvz_, in_proj_ba_;  ///< null where they are apart
   std::shared_ptr<Linear> in_proj_qkv_, in_proj_z_, in_proj_b_, in_proj_a_;  ///< null else
   std::shared_ptr<Linear> out_proj_;
-  std::shared_ptr<Norm> norm_;
+  std::shared_ptr<GatedNorm> norm_;
 };
 
 }  // namespace tessera::nn

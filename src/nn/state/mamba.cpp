@@ -6,20 +6,12 @@
 #include <vector>
 
 #include "grad/region.h"
-#include "nn/state/gated_rms_norm.h"
+#include "nn/state/rate.h"
 #include "nn/state/state_part.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {
-
-/// The weight of the norm of all groups, [H*P].
-class Mamba::Norm : public PlacedModule {
- public:
-  Norm(std::int64_t size, const TensorRegion& region)
-      : weight(add_parameter("weight", {size}, norm_weight(region.column()))) {}
-  at::Tensor weight;
-};
 
 Mamba::Mamba(const MambaOptions& options) : options_(options) {
   const TensorRegion& region = options.region;
@@ -42,7 +34,7 @@ Mamba::Mamba(const MambaOptions& options) : options_(options) {
                      options.hidden_size, 2 * inner + 2 * grouped + options.heads, Bias::kNo,
                      side_by_side(region, {ranks * inner, ranks * inner, ranks * grouped,
                                            ranks * grouped, ranks * options.heads})));
-  norm_ = register_module("norm", std::make_shared<Norm>(inner, region));
+  norm_ = register_module("norm", std::make_shared<GatedNorm>(inner, region.column()));
   out_proj_ = register_module(
       "out_proj",
       std::make_shared<Linear>(inner, options.hidden_size, Bias::kNo, row_parallel(region)));
@@ -65,7 +57,7 @@ StateSpaceInputs Mamba::inputs_of(const at::Tensor& mixed, const Projected& proj
   const at::Tensor step = at::softplus(projected.dt.to(wide) + dt_bias_.to(wide));
   return {.x = parts[0].unflatten(2, {options_.heads, options_.head_dim}),
           .dt = step.clamp_min(options_.least_step),
-          .a = -a_log_.to(wide).exp(),
+          .a = rate_of_state(a_log_, wide),
           .b = grouped(parts[1]),
           .c = grouped(parts[2]),
           .d = d_.to(wide)};

@@ -20,6 +20,7 @@
 
 #include "nn/linear.h"
 #include "nn/state/conv1d.h"
+#include "nn/state/gated_rms_norm.h"
 #include "nn/state/state_space.h"
 #include "nn/tensor_region.h"
 #include "nn/token_mixer.h"
@@ -49,7 +50,6 @@ class Mamba : public TokenMixer {
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
-  class Norm;
   struct Projected {
     at::Tensor gate;  ///< [B, T, H*P]
     at::Tensor xbc;   ///< [B, T, H*P + 2*G*N], before the convolution
@@ -66,7 +66,7 @@ class Mamba : public TokenMixer {
   at::Tensor dt_bias_, a_log_, d_;  // [H]
   std::shared_ptr<Conv1d> conv1d_;
   std::shared_ptr<Linear> in_proj_, out_proj_;
-  std::shared_ptr<Norm> norm_;
+  std::shared_ptr<GatedNorm> norm_;
 };
 
 }  // namespace tessera::nn

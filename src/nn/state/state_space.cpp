@@ -31,6 +31,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr double kNothingLeft = -std::numeric_limits<double>::infinity();
+/// Of one step: nothing is left of a state, and sums over a chunk are numbers still.
+constexpr double kLeastDecay = -1e6;
+/// Longer chunks cost memory by the square of their length and change the order of additions alone.
+constexpr std::int64_t kLongestChunk = 256;
 
 struct StateSpaceSizes {
   std::int64_t rows, positions, heads, head_dim, groups, state;
@@ -40,8 +44,8 @@ struct StateSpaceSizes {
 StateSpaceSizes sizes_of(const StateSpaceInputs& in) {
   const StateSpaceSizes sizes{in.x.size(0), in.x.size(1), in.x.size(2),
                               in.x.size(3), in.b.size(2), in.b.size(3)};
-  TESSERA_INVARIANT(sizes.heads % sizes.groups == 0 && in.c.sizes() == in.b.sizes() &&
-                        in.dt.sizes() == in.x.sizes().slice(0, 3),
+  TESSERA_INVARIANT(sizes.positions > 0 && sizes.heads % sizes.groups == 0 &&
+                        in.c.sizes() == in.b.sizes() && in.dt.sizes() == in.x.sizes().slice(0, 3),
                     "state space: x ", in.x.sizes(), ", dt ", in.dt.sizes(), ", b ", in.b.sizes(),
                     ", c ", in.c.sizes());
   return sizes;
@@ -146,7 +150,7 @@ class ChunkedStateSpace {
  public:
   ChunkedStateSpace(const StateSpaceInputs& in, std::int64_t chunk, at::Tensor starts)
       : in_(in), sizes_(sizes_of(in)), starts_(std::move(starts)), dtype_(computed_in(in.x)) {
-    chunk_ = std::min(chunk, sizes_.positions);
+    chunk_ = std::min({chunk, sizes_.positions, kLongestChunk});
     a_ = in.a.to(dtype_).unflatten(0, {sizes_.groups, sizes_.of_group()});
     d_ = in.d.to(dtype_).view({sizes_.groups, sizes_.of_group(), 1});
     unseen_ = at::full({chunk_, chunk_}, kNothingLeft, wide_options()).triu_(1);
@@ -211,8 +215,8 @@ ChunkValues ChunkedStateSpace::values_of(const ChunkShape& shape) const {
   values.weights = at::bmm(values.c, values.b.transpose(1, 2));
   // Exponents of decays are differences of these sums. Kept in two parts, a strong decay does not
   // cost the precision of weak ones behind it.
-  const at::Tensor exact =
-      at::cumsum(shape.positions_last(values.dt.squeeze(-1) * a_), 1, at::kDouble);
+  const at::Tensor exact = at::cumsum(
+      shape.positions_last((values.dt.squeeze(-1) * a_).clamp_min_(kLeastDecay)), 1, at::kDouble);
   const at::Tensor summed = exact.to(dtype_), rest = (exact - summed).to(dtype_);
   at::Tensor unseen = unseen_.narrow(0, 0, length).narrow(1, 0, length);
   at::Tensor from_before = summed;

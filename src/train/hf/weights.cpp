@@ -300,28 +300,37 @@ struct Drawn {
   const std::string& name;
 };
 
+/// `range`: ParameterSpec::init_std.
 void draw(models::InitKind init, float range, const Drawn& of) {
+  using enum models::InitKind;
   const auto [out, begin, end, seed, name] = of;
-  if (init == models::InitKind::kNormal) {
-    return fill_normal(out, begin, end, seed, name, 0.0F, range);
-  }
-  if (init == models::InitKind::kUniform) {
-    return fill_uniform(out, begin, end, seed, name, -range, range);
-  }
   const std::span<float> values(out, static_cast<std::size_t>(end - begin));
-  if (init == models::InitKind::kLogOfNumber) {
-    for (std::int64_t i = begin; i < end; ++i) out[i - begin] = std::log(static_cast<float>(i + 1));
-    return;
+  switch (init) {
+    case kOnes:
+    case kZeros:
+      std::ranges::fill(values, init == kOnes ? 1.0F : 0.0F);
+      break;
+    case kNormal:
+      fill_normal(out, begin, end, seed, name, 0.0F, range);
+      break;
+    case kUniform:
+      fill_uniform(out, begin, end, seed, name, -range, range);
+      break;
+    case kLogOfUniform:
+      fill_uniform(out, begin, end, seed, name, 0.01F, 16.0F);
+      for (float& value : values) value = std::log(value);
+      break;
+    case kLogOfNumber:
+      for (std::int64_t i = begin; i < end; ++i) {
+        out[i - begin] = std::log(static_cast<float>(i + 1));
+      }
+      break;
+    case kInverseSoftplus:
+      fill_uniform(out, begin, end, seed, name, std::log(0.001F), std::log(0.1F));
+      // log(exp(y) - 1) of y = exp(value), without its cancellation.
+      for (float& value : values) value = std::log(std::expm1(std::exp(value)));
+      break;
   }
-  if (init == models::InitKind::kInverseSoftplus) {
-    fill_uniform(out, begin, end, seed, name, std::log(0.001F), std::log(0.1F));
-    // log(exp(y) - 1) of y = exp(value), without its cancellation.
-    for (float& value : values) value = std::log(std::expm1(std::exp(value)));
-    return;
-  }
-  constexpr float kLeast = 0.01F, kMost = 16.0F;  // kLogOfUniform
-  fill_uniform(out, begin, end, seed, name, kLeast, kMost);
-  for (float& value : values) value = std::log(value);
 }
 
 }  // namespace

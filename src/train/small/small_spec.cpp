@@ -191,9 +191,9 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
   }
   if (small.delta_net) make_small(*small.delta_net, tp);
   if (small.mamba) make_small(*small.mamba, tp);
-  // A gated norm divides by next to nothing where little is read of a state: rounding would look like
-  // a mistake.
-  if (small.delta_net || small.mamba) small.rms_norm_eps = 1e-2;
+  // The gated norm of a value head divides by next to nothing where little is read of a state:
+  // rounding would look like a mistake.
+  if (small.delta_net) small.rms_norm_eps = 1e-2;
   if (small.chunked) {
     small.chunked->attention_chunk_size = kSeen;
     small.chunked->floor_scale = 4;
