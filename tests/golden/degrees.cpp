@@ -99,6 +99,18 @@ Experts experts_of(const std::string& folder) {
   return spec_of(folder).moe ? Experts::kSome : Experts::kNone;
 }
 
+std::string undivided_heads(const std::string& folder, int tp) {
+  const models::ModelSpec spec = spec_of(folder);
+  if (spec.num_attention_heads % tp != 0) {
+    return concat("num_attention_heads = ", spec.num_attention_heads);
+  }
+  if (spec.delta_net) {
+    return concat("linear_num_key_heads = ", spec.delta_net->linear_num_key_heads);
+  }
+  if (spec.mamba) return concat("n_groups = ", spec.mamba->n_groups);
+  return concat("num_key_value_heads = ", spec.num_key_value_heads);
+}
+
 std::int64_t heads_of(const std::string& folder) {
   const models::ModelSpec spec = spec_of(folder);
   if (spec.delta_net) {

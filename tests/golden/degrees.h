@@ -37,6 +37,8 @@ models::ModelSpec spec_of(const std::string& folder);
 Experts experts_of(const std::string& folder);
 /// Which tp has to divide.
 std::int64_t heads_of(const std::string& folder);
+/// The first size that this tp does not divide, as the refusal names it.
+std::string undivided_heads(const std::string& folder, int tp);
 
 /// In fp32, of a folder of tests/golden/data.
 train::Config config_for(const std::string& folder, const Degrees& degrees);

@@ -80,8 +80,9 @@ class FamilyTraining : public ::testing::TestWithParam<std::string> {
   }
 
  private:
-  /// A gated norm divides by next to nothing where a state holds little: rounding becomes large
-  /// enough to change what routers choose, and hides everything else. A larger eps keeps it small.
+  /// A gated norm divides by next to nothing where a state holds little: rounding becomes large,
+  /// changes what routers choose where there are some, and hides everything else. A larger eps keeps
+  /// it small.
   std::string config_text() const {
     auto text = nlohmann::json::parse(read_file(data_folder(folder()) / "config.json"));
     if (spec_.delta_net) text["rms_norm_eps"] = 1e-2;

@@ -96,7 +96,7 @@ void expect_same_directions(const Gradients& found, const Reference& reference,
     ASSERT_TRUE(found.by_name.contains(name)) << name;
     if (compared && !compared(name)) continue;
     EXPECT_LT(cosine_difference(found.by_name.at(name), expected),
-              test::direction_bound(expected, reference.bfloat16_bound()))
+              test::direction_bound(name, reference.bfloat16_bound()))
         << name;
   }
 }

@@ -188,6 +188,27 @@ TEST(Resolve, PinWithoutACheckpointLeavesTheStorageThatWasAskedFor) {
   EXPECT_EQ(contract.compute.dtype, kF32);
 }
 
+TEST(Resolve, WhatDecaysAStateIsWidenedWhereverItComesFrom) {
+  PrecisionPolicy policy = mixed_policy();
+  ParameterMeta meta = stored("linear_attn.A_log", kBF16, kBF16);
+  meta.state_pin = "linear_attn.A_log";
+  GradContract contract = resolve_only(meta, policy);
+  EXPECT_EQ(contract.storage.dtype, kF32);
+  EXPECT_EQ(contract.compute.dtype, kF32);
+  const std::string pin =
+      "pinned by the model family (what decays a state, as NeMo Automodel keeps it: "
+      "linear_attn.A_log)";
+  EXPECT_EQ(contract.reason(ContractField::kStorage), "bfloat16 widened, " + pin);
+  EXPECT_EQ(contract.reason(ContractField::kCompute), pin);
+  policy.storage_dtype = kBF16;
+  ParameterMeta wide = stored("linear_attn.A_log", kF32, kBF16);
+  wide.state_pin = meta.state_pin;
+  EXPECT_EQ(resolve_only(wide, policy).storage.dtype, kF32);
+  policy.rules = {rule_for("A_log")};
+  policy.rules[0].pin = false;
+  EXPECT_EQ(resolve_only(meta, policy).compute.dtype, kBF16);
+}
+
 TEST(Resolve, ReasonsOfStorageTellAKeptFileFromARequest) {
   PrecisionPolicy policy;
   policy.storage_dtype = kBF16;

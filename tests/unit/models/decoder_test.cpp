@@ -136,6 +136,20 @@ TEST_P(Decode, CachedLogitsAreThoseOfTheWholeText) {
   }
 }
 
+/// Texts go on by several tokens at once, as a second prompt does.
+TEST_P(Decode, SeveralTokensFollowThoseOfTheCache) {
+  const Reference reference(GetParam());
+  const auto model = reference.model(Reference::Compute::kFloat32);
+  const at::Tensor ids = reference.result("input_ids");
+  const at::Tensor expected = model->logits(ids).detach();
+  DecoderCache cache = model->make_cache(ids.size(1));
+  for (const std::int64_t count : {1, 2, 6, 1, 9, 5}) {
+    const at::Tensor found = model->decode(ids.narrow(1, cache.length(), count), cache);
+    const at::Tensor last = expected.select(1, cache.length() - 1);
+    EXPECT_LT((found - last).abs().max().item<double>(), 5e-5) << "up to " << cache.length();
+  }
+}
+
 TEST_P(Decode, Bfloat16LogitsStayWithinItsRoundings) {
   const Reference reference(GetParam());
   const auto model = reference.model(Reference::Compute::kBFloat16);
