@@ -23,7 +23,7 @@ using torch::autograd::variable_list;
 
 enum class GatePlace : std::uint8_t { kBeforeNorm, kBehindNorm };
 
-struct GatedNorm {
+struct NormWithGate {
   GatePlace gate;
   std::int64_t groups;  ///< of the last dim
   double eps;
@@ -53,7 +53,7 @@ at::Tensor by_groups(const at::Tensor& x, std::int64_t groups) {
 /// One part of the rows, in the dtype of the computation.
 struct NormedPart {
   NormedPart(const at::Tensor& x_rows, const at::Tensor& z_rows, at::ScalarType wide,
-             const GatedNorm& norm)
+             const NormWithGate& norm)
       : x(x_rows.to(wide)), z(z_rows.to(wide)), gate(at::silu(z)) {
     const at::Tensor input = norm.gate == GatePlace::kBeforeNorm ? x * gate : x;
     scale = at::mul(input, input).mean(2, /*keepdim=*/true).add_(norm.eps).rsqrt_();
@@ -66,7 +66,7 @@ struct NormedPart {
 };
 
 at::Tensor gated_norm_of(const at::Tensor& x_input, const at::Tensor& z_input,
-                         const at::Tensor& weight, const GatedNorm& norm) {
+                         const at::Tensor& weight, const NormWithGate& norm) {
   const WideScope inside;
   const at::Tensor x = by_groups(x_input, norm.groups), z = by_groups(z_input, norm.groups);
   const at::ScalarType wide = at::promote_types(x.scalar_type(), at::kFloat);
@@ -87,7 +87,7 @@ struct GatedNormGrads {
 
 GatedNormGrads gated_norm_backward(const at::Tensor& grad_input, const at::Tensor& x_input,
                                    const at::Tensor& z_input, const at::Tensor& weight,
-                                   const GatedNorm& norm) {
+                                   const NormWithGate& norm) {
   const WideScope inside;
   const at::Tensor x = by_groups(x_input, norm.groups), z = by_groups(z_input, norm.groups);
   const at::Tensor grad = by_groups(grad_input, norm.groups);
@@ -116,7 +116,7 @@ GatedNormGrads gated_norm_backward(const at::Tensor& grad_input, const at::Tenso
 
 struct GatedNormFunction : torch::autograd::Function<GatedNormFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& z,
-                            const at::Tensor& weight, const GatedNorm& norm) {
+                            const at::Tensor& weight, const NormWithGate& norm) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({x, z, weight});
     ctx->saved_data["gate"] = static_cast<std::int64_t>(norm.gate);
@@ -129,15 +129,15 @@ struct GatedNormFunction : torch::autograd::Function<GatedNormFunction> {
     base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
-    const GatedNorm norm{static_cast<GatePlace>(ctx->saved_data["gate"].toInt()),
-                         ctx->saved_data["groups"].toInt(), ctx->saved_data["eps"].toDouble()};
+    const NormWithGate norm{static_cast<GatePlace>(ctx->saved_data["gate"].toInt()),
+                            ctx->saved_data["groups"].toInt(), ctx->saved_data["eps"].toDouble()};
     const GatedNormGrads of = gated_norm_backward(grads[0], saved[0], saved[1], saved[2], norm);
     return {of.x, of.z, of.weight, at::Tensor()};
   }
 };
 
 at::Tensor gated_norm(const at::Tensor& x, const at::Tensor& z, const at::Tensor& weight,
-                      const GatedNorm& norm) {
+                      const NormWithGate& norm) {
   TESSERA_INVARIANT(
       x.sizes() == z.sizes() && weight.numel() == x.size(-1) && x.size(-1) % norm.groups == 0,
       "a gate or groups that do not fit what is normalized");

@@ -3,7 +3,8 @@
 // Qwen3-Next normalizes and multiplies by silu of the gate; Mamba-2 multiplies first and normalizes
 // groups of channels. Everything is fp32 inside (fp64 of fp64). The normalized value is rounded to
 // x's dtype before the weight multiplies it, as transformers' Qwen3-Next does (its Nemotron-H stays
-// in fp32 here), and the result once more; the weight and the gate's silu are not rounded. Next: ../rms_norm.h.
+// in fp32 here), and the result once more; the weight and the gate's silu are not
+// rounded. Next: ../rms_norm.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
