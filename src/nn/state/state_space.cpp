@@ -32,7 +32,7 @@ using torch::autograd::variable_list;
 
 constexpr double kNothingLeft = -std::numeric_limits<double>::infinity();
 /// Of one step: nothing is left of a state, and sums over a chunk are numbers still.
-constexpr double kLeastDecay = -1e6;
+constexpr double kLeastExponent = -1e6;
 /// Longer chunks cost memory by the square of their length and change the order of additions alone.
 constexpr std::int64_t kLongestChunk = 256;
 
@@ -216,7 +216,7 @@ ChunkValues ChunkedStateSpace::values_of(const ChunkShape& shape) const {
   // Exponents of decays are differences of these sums. Kept in two parts, a strong decay does not
   // cost the precision of weak ones behind it.
   const at::Tensor exact = at::cumsum(
-      shape.positions_last((values.dt.squeeze(-1) * a_).clamp_min_(kLeastDecay)), 1, at::kDouble);
+      shape.positions_last((values.dt.squeeze(-1) * a_).clamp_min_(kLeastExponent)), 1, at::kDouble);
   const at::Tensor summed = exact.to(dtype_), rest = (exact - summed).to(dtype_);
   at::Tensor unseen = unseen_.narrow(0, 0, length).narrow(1, 0, length);
   at::Tensor from_before = summed;
