@@ -99,6 +99,13 @@ TEST(NemotronHConfig, TensorParallelDegreesDivideTheGroups) {
   EXPECT_NO_THROW(check_degrees(kNemotron.spec(), {.tp = 2}));
 }
 
+TEST(NemotronHConfig, NamesOfTransformersAndOfPredictionLayersAreKnown) {
+  const auto name = traits(Family::kNemotronH).module_name;
+  EXPECT_EQ(name("backbone.norm_f.weight"), "backbone.norm_f.weight");
+  EXPECT_EQ(name("model.layers.0.mixer.A_log"), "backbone.layers.0.mixer.A_log");
+  EXPECT_EQ(name("mtp.layers.0.mixer.q_proj.weight"), "");
+}
+
 std::string with_value(std::string_view key, std::string_view value) {
   return concat("{\"", key, "\": ", value, "}");
 }
