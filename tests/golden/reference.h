@@ -53,7 +53,7 @@ class Reference {
   /// nearly blind) goes by that much of a learning rate elsewhere, each step.
   double moved_bound(const std::string& parameter, const std::string& optimizer) const;
   /// Largest 1 - cosine allowed under bf16 compute: the larger of 0.01 and twice the worst
-  /// recorded.
+  /// recorded, three times that of qwen3-next.
   double bfloat16_bound() const;
   /// The folder's reference.safetensors: a file of batches too.
   std::string batches() const { return results_.path().string(); }

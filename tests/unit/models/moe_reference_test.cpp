@@ -31,6 +31,7 @@ struct Case {
   const char* folder;
   double bf16_worst;  ///< recorded, with the same routing: worst 1 - cosine under bf16 compute
   double hidden_bound = 5e-5;
+  double draws = 2;  ///< times the recorded worst, which is one draw (Reference::bfloat16_bound())
 };
 
 void PrintTo(const Case& value, std::ostream* out) { *out << value.folder; }
@@ -97,7 +98,7 @@ TEST_P(MoeReference, BFloat16GradientsPointTheSameWayWithTheRecordedRouting) {
   EXPECT_EQ(loss.scalar_type(), at::kFloat);
   EXPECT_NEAR(loss.item<double>(), reference_.result("loss").item<double>(), 0.02);
   loss.backward();
-  expect_directions(*model, reference_, std::max(0.01, 2 * GetParam().bf16_worst));
+  expect_directions(*model, reference_, std::max(0.01, GetParam().draws * GetParam().bf16_worst));
 }
 
 // E * sum of f * p over the pooled layers, as transformers has it; only routers and what lies
@@ -248,18 +249,17 @@ TEST(LatentAttention, AnAdapterOfKeysAndValuesIsDecodedWithThem) {
 
 INSTANTIATE_TEST_SUITE_P(
     Folders, MoeReference,
-    ::testing::Values(Case{"deepseek-v2-fp32", 0.0029},
-                      Case{"deepseek-v2-group-fp32", 0.0051, 1e-4},
-                      Case{"deepseek-v2-group-mixed", 0.0076, 1e-4},
-                      Case{"deepseek-v3-fp32", 0.0028}, Case{"deepseek-v3-mixed", 0.0025},
-                      Case{"kimi-k2-fp32", 0.0009}, Case{"kimi-k2-mixed", 0.0008},
-                      Case{"glm4-moe-fp32", 0.0019}, Case{"glm4-moe-mixed", 0.0009},
-                      Case{"gpt-oss-fp32", 0.0043}, Case{"gpt-oss-mixed", 0.0046},
-                      Case{"llama4-text-fp32", 0.0012}, Case{"llama4-text-mixed", 0.0007},
-                      Case{"qwen3-moe-fp32", 0.0026}, Case{"qwen3-moe-mixed", 0.0018},
-                      Case{"mixtral-fp32", 0.0012}, Case{"mixtral-mixed", 0.0012},
-                      Case{"qwen3-next-fp32", 0.0226}, Case{"qwen3-next-mixed", 0.0415},
-                      Case{"nemotron-h-fp32", 0.0031}, Case{"nemotron-h-mixed", 0.0307}));
+    ::testing::Values(
+        Case{"deepseek-v2-fp32", 0.0029}, Case{"deepseek-v2-group-fp32", 0.0051, 1e-4},
+        Case{"deepseek-v2-group-mixed", 0.0076, 1e-4}, Case{"deepseek-v3-fp32", 0.0028},
+        Case{"deepseek-v3-mixed", 0.0025}, Case{"kimi-k2-fp32", 0.0009},
+        Case{"kimi-k2-mixed", 0.0008}, Case{"glm4-moe-fp32", 0.0019},
+        Case{"glm4-moe-mixed", 0.0009}, Case{"gpt-oss-fp32", 0.0043}, Case{"gpt-oss-mixed", 0.0046},
+        Case{"llama4-text-fp32", 0.0012}, Case{"llama4-text-mixed", 0.0007},
+        Case{"qwen3-moe-fp32", 0.0026}, Case{"qwen3-moe-mixed", 0.0018},
+        Case{"mixtral-fp32", 0.0012}, Case{"mixtral-mixed", 0.0012},
+        Case{"qwen3-next-fp32", 0.0226, 5e-5, 3}, Case{"qwen3-next-mixed", 0.0415, 5e-5, 3},
+        Case{"nemotron-h-fp32", 0.0031}, Case{"nemotron-h-mixed", 0.0307}));
 
 }  // namespace
 }  // namespace tessera::models::moe_reference_test
