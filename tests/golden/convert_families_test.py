@@ -62,6 +62,10 @@ FAMILIES = {
 }
 # Wide enough that a detail of the model shows in its logits; published ones begin with 0.02.
 DRAWN = {"initializer_range": 0.25}
+# Gated norms divide by what is read of a state, next to nothing in places. With this eps transformers' own fp32 logits of
+# drawn models are up to 8e-5 from those in fp64, ours 1.3e-5; with the published 1e-6 3.3e-4 and 4.2e-5.
+EPS = {"qwen3-next": {"rms_norm_eps": 1e-2}}
+STATES_LOGITS_BOUND = 2e-4
 
 
 class Families(Program):
@@ -82,7 +86,7 @@ class Families(Program):
         self.run_tessera("convert", checkpoint, out, "--dtype", "float32")
         ours = self.gradients(checkpoint, batch, *FLOAT32)["logits"]
         self.assertGreater(ours.std(), 0.3, "logits that say something")
-        bound = GROUP_LOGITS_BOUND if "group" in name else LOGITS_BOUND
+        bound = STATES_LOGITS_BOUND if name in EPS else GROUP_LOGITS_BOUND if "group" in name else LOGITS_BOUND
         # That of logits of the size that the references have, between 5 and 10.
         bound *= max(1.0, float(ours.abs().max()) / 8)
         found = self.logits(out, name, load_file(batch))
@@ -90,7 +94,7 @@ class Families(Program):
 
     def check_drawn(self, name, changes):
         config = json.loads((DATA / f"{name}-fp32" / "config.hub.json").read_text())
-        config.get("text_config", config).update({**DRAWN, **changes})
+        config.get("text_config", config).update({**DRAWN, **EPS.get(name, {}), **changes})
         (self.folder / "model.json").write_text(json.dumps(config))
         self.check(name, DATA / f"{name}-fp32" / "reference.safetensors",
                    self.train_step('config = "model.json"', name))
