@@ -64,7 +64,7 @@ FAMILIES = {
 DRAWN = {"initializer_range": 0.25}
 # Gated norms divide by what is read of a state, next to nothing in places. With this eps transformers' own fp32 logits of
 # drawn models are up to 8e-5 from those in fp64, ours 1.3e-5; with the published 1e-6 3.3e-4 and 4.2e-5.
-EPS = {"qwen3-next": {"rms_norm_eps": 1e-2}}
+EPS = {"qwen3-next": {"rms_norm_eps": 1e-2}, "qwen3-5-text": {"rms_norm_eps": 1e-2}}
 STATES_LOGITS_BOUND = 2e-4
 
 
