@@ -215,8 +215,9 @@ ChunkValues ChunkedStateSpace::values_of(const ChunkShape& shape) const {
   values.weights = at::bmm(values.c, values.b.transpose(1, 2));
   // Exponents of decays are differences of these sums. Kept in two parts, a strong decay does not
   // cost the precision of weak ones behind it.
-  const at::Tensor exact = at::cumsum(
-      shape.positions_last((values.dt.squeeze(-1) * a_).clamp_min_(kLeastExponent)), 1, at::kDouble);
+  const at::Tensor exact =
+      at::cumsum(shape.positions_last((values.dt.squeeze(-1) * a_).clamp_min_(kLeastExponent)), 1,
+                 at::kDouble);
   const at::Tensor summed = exact.to(dtype_), rest = (exact - summed).to(dtype_);
   at::Tensor unseen = unseen_.narrow(0, 0, length).narrow(1, 0, length);
   at::Tensor from_before = summed;
