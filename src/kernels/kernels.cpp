@@ -8,18 +8,19 @@
 #include "base/test_hooks.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
+#include "kernels/on_cpu.h"
 #include "kernels/operations.h"
 #include "kernels/seen_blocks.h"
 
 namespace tessera::kernels {
-namespace {
 
-/// A test's run on the CPU may take a device's choice: what runs there is compared with it.
 bool on_cpu(const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) return false;
   const auto of_devices = test_hooks::kernels_of_devices.get();
   return of_devices == nullptr || !(*of_devices)();
 }
+
+namespace {
 
 template <class... Weight>
 bool has_kernels(const at::Tensor& activation, const Weight&... weight) {

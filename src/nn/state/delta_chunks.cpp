@@ -16,6 +16,7 @@
 
 #include "base/threads/parallel.h"
 #include "base/threads/product.h"
+#include "kernels/on_cpu.h"
 
 namespace tessera::nn {
 namespace {
@@ -155,7 +156,7 @@ DeltaSpan delta_span(const DeltaInputs& in, const DeltaGates& gates, const Delta
 
 void invert_unit_lower(at::Tensor& matrices) {
   if (matrices.numel() == 0) return;
-  if (!matrices.is_cpu()) {
+  if (!kernels::on_cpu(matrices)) {
     matrices = inverse_by_products(matrices);
   } else if (matrices.scalar_type() == at::kDouble) {
     invert_all<double>(matrices);

@@ -16,6 +16,7 @@
 #include "base/first_derivative.h"
 #include "base/threads/product.h"
 #include "base/threads/shapes_only.h"
+#include "kernels/on_cpu.h"
 #include "nn/state/delta_chunks.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
@@ -145,7 +146,7 @@ void DeltaScan::store(const at::Tensor& x, const at::Tensor& from, const Chunk& 
 template <class F>
 void DeltaScan::for_chunks(Direction direction, F&& step) {
   const auto& [B, T, G, R, K, V, M, C, N] = sizes_;
-  const std::int64_t most = in_.v.is_cpu() ? kElementsOnCpu : kElementsOnDevice;
+  const std::int64_t most = kernels::on_cpu(in_.v) ? kElementsOnCpu : kElementsOnDevice;
   const std::int64_t together = std::max<std::int64_t>(1, most / std::max(R * M * C * C, C));
   const std::int64_t whole = T / C;  // a shorter chunk is a span of its own
   std::vector<SpanOfChunks> spans;
@@ -369,7 +370,7 @@ void for_heads(const DeltaInputs& in, F&& f) {
   const DeltaSizes sizes(in);
   const std::int64_t of_one = std::max<std::int64_t>(1, sizes.B * sizes.R * sizes.K * sizes.V);
   const std::int64_t step =
-      in.v.is_cpu() ? std::max<std::int64_t>(1, kStatesOnCpu / of_one) : sizes.G;
+      kernels::on_cpu(in.v) ? std::max<std::int64_t>(1, kStatesOnCpu / of_one) : sizes.G;
   for (std::int64_t first = 0; first < sizes.G; first += step) {
     f(heads_of(in, first, std::min(step, sizes.G - first)), first);
   }

@@ -12,6 +12,7 @@
 
 #include "base/first_derivative.h"
 #include "base/threads/shapes_only.h"
+#include "kernels/on_cpu.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -35,7 +36,7 @@ void for_rows_at_once(const at::Tensor& x, const F& f) {
   constexpr std::int64_t kElements = std::int64_t{1} << 18;
   const std::int64_t rows = x.size(0);
   const std::int64_t step =
-      x.is_cpu()
+      kernels::on_cpu(x)
           ? std::max<std::int64_t>(1, kElements / std::max<std::int64_t>(1, x.size(1) * x.size(2)))
           : rows;
   for (std::int64_t begin = 0; begin < rows; begin += step) {

@@ -15,6 +15,7 @@
 
 #include "base/first_derivative.h"
 #include "base/threads/shapes_only.h"
+#include "kernels/on_cpu.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -42,7 +43,7 @@ class ShortSums {
   at::Tensor factor(std::int64_t back) const { return factors_[width() - 1 - back]; }
   std::int64_t positions_at_once() const {
     constexpr std::int64_t kElements = std::int64_t{1} << 18;
-    if (!x_.is_cpu()) return x_.size(1);
+    if (!kernels::on_cpu(x_)) return x_.size(1);
     return std::max<std::int64_t>(width(),
                                   kElements / std::max<std::int64_t>(1, x_.size(0) * x_.size(2)));
   }
