@@ -66,7 +66,7 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   bool has_feed_forward() const { return mlp_ || moe_; }
   Output body(const at::Tensor& x, const RoutingRequest& request, const nn::Documents& documents);
   void add_norms(const ModelSpec& spec, const nn::TensorRegion& region);
-  /// Of a layer without a feed-forward.
+  /// Computes a layer without a feed-forward.
   at::Tensor behind_mixer_alone(const at::Tensor& x, const nn::Documents& documents);
   std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x, const nn::Documents& documents);
   std::vector<at::Tensor> behind_attention(const at::Tensor& x, const at::Tensor& attended);

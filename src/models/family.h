@@ -46,7 +46,7 @@ enum class NormPlacement : std::uint8_t {
   kBeforeOnePart,
 };
 
-/// What a decoder's parts outside its layers are called in files.
+/// Names in files of a decoder's parts outside its layers.
 struct DecoderNames {
   std::string stem = "model";
   std::string embedding = "embed_tokens";  ///< inside it, as the norm
@@ -140,7 +140,8 @@ struct FamilyTraits {
   bool attention_sinks = false;     ///< one a head
   /// q_proj gives a gate beside the query of each head; its sigmoid multiplies what the head gives.
   bool attention_gate = false;
-  /// Of linear attention: queries, keys and values have a matrix, gates and rates one each.
+  /// Linear attention has one matrix for queries, keys and values, and one each for gates and
+  /// rates.
   bool delta_projections_apart = false;
   bool output_bias = true;         ///< attention_bias holds for o_proj, too
   bool gelu_mlp = false;           ///< the MLP's gate is GELU's tanh form, not SiLU

@@ -94,7 +94,7 @@ class MoeLayer : public torch::nn::Module, public HasExpertBias {
   Output forward(const at::Tensor& x, const RoutingRequest& request);
 
  private:
-  /// What the shared experts give: of the stream, or an addend where the exit sums.
+  /// The result of the shared experts: the stream, or an addend where the exit sums.
   at::Tensor shared(const at::Tensor& x, const at::Tensor& entered);
 
   ExpertTokens tokens_;

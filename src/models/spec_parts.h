@@ -1,7 +1,7 @@
 // The records that a ModelSpec is made of, as a config.json gives them: what a layer sees of the
 // positions before (LayerType), latent attention (MlaSpec), linear attention (DeltaNetSpec),
-// state-space layers (MambaSpec), a mixture of experts (MoeSpec) of a family whose layers have one in
-// the place of the MLP or beside it, and what a batch must know of a model that sees images
+// state-space layers (MambaSpec), a mixture of experts (MoeSpec) of a family whose layers have one
+// in the place of the MLP or beside it, and what a batch must know of a model that sees images
 // (ImageTokens).
 //
 // Pure. Next: model_spec.h, moe_layer.h, patch_grid.h.
@@ -14,7 +14,7 @@
 
 namespace tessera::models {
 
-/// What one layer sees of the positions before.
+/// How one layer sees the positions before.
 enum class LayerType : std::uint8_t {
   kSliding,  ///< query i sees key j where i - window < j <= i
   kChunked,  ///< query i sees key j where j <= i and both lie in one chunk of positions
@@ -29,8 +29,8 @@ inline constexpr const char* kChunkedAttention = "chunked_attention";
 inline constexpr const char* kFullAttention = "full_attention";
 inline constexpr const char* kLinearAttention = "linear_attention";
 
-/// Of Llama 4's attention (nn/attention/chunked_attention.h): chunked layers turn their heads, full ones warm
-/// their queries. The fields carry the names of the file's keys.
+/// Llama 4's attention (nn/attention/chunked_attention.h): chunked layers turn their heads, full
+/// ones warm their queries. The fields carry the names of the file's keys.
 struct ChunkedSpec {
   std::int64_t attention_chunk_size = 0;
   bool use_qk_norm = true;  ///< of chunked layers, without a weight
@@ -40,7 +40,8 @@ struct ChunkedSpec {
   bool operator==(const ChunkedSpec&) const = default;
 };
 
-/// Of multi-head latent attention (nn/attention/mla.h). The fields carry the names of the file's keys.
+/// The sizes of multi-head latent attention (nn/attention/mla.h). The fields carry the names of the
+/// file's keys.
 struct MlaSpec {
   std::optional<std::int64_t> q_lora_rank = std::nullopt;  ///< none = queries straight from x
   std::int64_t kv_lora_rank = 0;
@@ -52,7 +53,8 @@ struct MlaSpec {
   bool operator==(const MlaSpec&) const = default;
 };
 
-/// Of layers of kind kLinear (nn/state/delta_net.h). The fields carry the names of the file's keys.
+/// The sizes of layers of kind kLinear (nn/state/delta_net.h). The fields carry the names of the
+/// file's keys.
 struct DeltaNetSpec {
   std::int64_t linear_conv_kernel_dim = 4;
   std::int64_t linear_key_head_dim = 128;
@@ -65,8 +67,8 @@ struct DeltaNetSpec {
   bool operator==(const DeltaNetSpec&) const = default;
 };
 
-/// Of Mamba-2, the layers of kind kLinear of Nemotron-H (nn/state/mamba.h). The fields carry the
-/// names of the file's keys.
+/// The sizes of Mamba-2, the layers of kind kLinear of Nemotron-H (nn/state/mamba.h). The fields
+/// carry the names of the file's keys.
 struct MambaSpec {
   std::int64_t mamba_num_heads = 128;
   std::int64_t mamba_head_dim = 64;

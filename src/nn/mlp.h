@@ -1,6 +1,6 @@
 // The gated MLPs, down(silu(gate(x)) * up(x)) and its twin by GELU (in its tanh form), the one
-// without a gate, down(relu(up(x))^2), and their gates apart: with two inputs that are products of their own, or, as experts do it between theirs,
-// on both halves of one product at once.
+// without a gate, down(relu(up(x))^2), and their gates apart: with two inputs that are products of
+// their own, or, as experts do it between theirs, on both halves of one product at once.
 //
 // Short symbols: I inner. Next: grouped_linear.h, ../moe/experts.h.
 #pragma once

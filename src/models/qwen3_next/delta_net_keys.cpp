@@ -9,7 +9,7 @@
 namespace tessera::models {
 namespace {
 
-constexpr std::int64_t kInterval = 4;  ///< every so-many-th layer is a full one
+constexpr std::int64_t kInterval = 4;  ///< every n-th layer is a full one
 constexpr IntRange kHeads{1, 65536};
 constexpr IntRange kWidth{2, 64};
 

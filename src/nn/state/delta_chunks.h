@@ -1,12 +1,12 @@
-// The parts of the gated delta rule that see no state: chunks of positions, the decays between their
-// positions, and the inverses of the triangular systems within them.
+// The parts of the gated delta rule that see no state: chunks of positions, the decays between
+// their positions, and the inverses of the triangular systems within them.
 //
 // Nothing here reads a value on the host, and no size depends on one: borders of documents are
 // factors of 0. Decays are differences of running sums. These are formed in fp64 and kept in two
 // parts, so that a strong decay does not cost the precision of the weak ones behind it.
 //
-// Short symbols: B, T, G, H, K, V as in delta_rule.h, R = H / G value heads of a key head, M = B * G,
-// C positions of a chunk, N chunks of a row, L chunks of a span.
+// Short symbols: B, T, G, H, K, V as in delta_rule.h, R = H / G value heads of a key head, M = B *
+// G, C positions of a chunk, N chunks of a row, L chunks of a span.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,8 @@ struct DeltaSizes {
   std::int64_t M, C, N;
 };
 
-/// Chunks [first, first + count) of a row, each of `length` positions: C, fewer in a last one alone.
+/// Chunks [first, first + count) of a row, each of `length` positions: C, fewer in a last one
+/// alone.
 struct SpanOfChunks {
   std::int64_t first, count, length;
 };
@@ -56,8 +57,8 @@ struct DeltaSpan {
 DeltaSpan delta_span(const DeltaInputs& in, const DeltaGates& gates, const DeltaSizes& sizes,
                      const SpanOfChunks& span);
 
-/// Replaces matrices [..., C, C] by (1 + their strict lower part)^-1; contiguous. By substitution on
-/// the CPU, elsewhere by inverse_by_products(): no power of a matrix is formed, so neither loses
+/// Replaces matrices [..., C, C] by (1 + their strict lower part)^-1; contiguous. By substitution
+/// on the CPU, elsewhere by inverse_by_products(): no power of a matrix is formed, so neither loses
 /// digits where keys are alike.
 void invert_unit_lower(at::Tensor& matrices);
 /// The inverse of blocks of 1, 2, 4... positions, each out of two of half their size.

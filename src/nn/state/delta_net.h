@@ -1,13 +1,13 @@
-// DeltaNet: linear attention by the gated delta rule, the layer of Qwen3-Next and Qwen3.5 that has a
-// state of fixed size in the place of keys and values.
+// DeltaNet: linear attention by the gated delta rule, the layer of Qwen3-Next and Qwen3.5 that has
+// a state of fixed size in the place of keys and values.
 //
 // Products give queries, keys, values and gates, and the decay and the learning rate of each value
-// head; a short convolution mixes the first three with the few
-// positions before; the delta rule (delta_rule.h) reads and writes the state; a gated norm of each
-// head precedes the last product. Ranks of the tensor axis divide the key heads: each has the value
-// heads that read with them, so that states never meet. Documents begin with an empty state and
-// without context. A_log and dt_bias are computed with in fp32 at least, whatever their dtype.
-// Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); transformers' Qwen3-Next.
+// head; a short convolution mixes the first three with the few positions before; the delta rule
+// (delta_rule.h) reads and writes the state; a gated norm of each head precedes the last product.
+// Ranks of the tensor axis divide the key heads: each has the value heads that read with them, so
+// that states never meet. Documents begin with an empty state and without context. A_log and
+// dt_bias are computed with in fp32 at least, whatever their dtype. Source: Yang et al., "Gated
+// Delta Networks" (arXiv 2412.06464); transformers' Qwen3-Next.
 //
 // Short symbols: B rows, T positions, G key heads, H value heads (a multiple of G), K and V their
 // dims, those of this rank. Next: delta_rule.h, short_convolution.h, gated_rms_norm.h.
@@ -60,7 +60,7 @@ class DeltaNet : public TokenMixer {
   void add_projections(std::int64_t keys, std::int64_t values);
   Projected project(const at::Tensor& x) const;
   Projected project_apart(const at::Tensor& x) const;
-  /// Of what the convolution gave for `projected.qkv`.
+  /// Takes the result of the convolution for `projected.qkv`.
   DeltaInputs inputs_of(const at::Tensor& mixed, const Projected& projected) const;
   at::Tensor normed(const at::Tensor& core, const at::Tensor& z) const;
 

@@ -54,7 +54,7 @@ at::Tensor products_of(const at::Tensor& a, const at::Tensor& b) {
   return out;
 }
 
-/// What a backward computes again before it goes through the chunks.
+/// Values that a backward computes again before it goes through the chunks.
 struct KeptChunks {
   at::Tensor states;  ///< [N, R, M, K, V], before each chunk
   at::Tensor missed;  ///< [N, R, M, C, V]: values less what the state in front of the chunk says

@@ -4,10 +4,10 @@
 // One product gives the gate, the inputs x, B and C of the state, and its step dt; a short
 // convolution mixes x, B and C with the few positions before; the state-space dual (state_space.h)
 // reads and writes the state; a norm of each group of heads, behind the gate, precedes the last
-// product. Ranks of the tensor axis divide the groups: each has the heads of its own, so that states
-// and norms never meet. Documents begin with an empty state and without context. A_log, dt_bias and
-// D are computed with in fp32 at least, whatever their dtype. Source: Dao, Gu, "Transformers are
-// SSMs" (arXiv 2405.21060); transformers' Nemotron-H.
+// product. Ranks of the tensor axis divide the groups: each has the heads of its own, so that
+// states and norms never meet. Documents begin with an empty state and without context. A_log,
+// dt_bias and D are computed with in fp32 at least, whatever their dtype. Source: Dao, Gu,
+// "Transformers are SSMs" (arXiv 2405.21060); transformers' Nemotron-H.
 //
 // Short symbols: B rows, T positions, H heads, P their dim, G groups, N state size, those of this
 // rank. Next: state_space.h, conv1d.h, gated_rms_norm.h.
@@ -58,7 +58,7 @@ class Mamba : public TokenMixer {
   std::int64_t inner_size() const { return options_.heads * options_.head_dim; }
   std::int64_t group_size() const { return options_.groups * options_.state_size; }
   Projected project(const at::Tensor& x) const;
-  /// Of what the convolution gave for `projected.xbc`.
+  /// Takes the result of the convolution for `projected.xbc`.
   StateSpaceInputs inputs_of(const at::Tensor& mixed, const Projected& projected) const;
   at::Tensor normed(const at::Tensor& core, const at::Tensor& gate) const;
 

@@ -49,7 +49,7 @@ class ShortSums {
   }
   /// Inputs of positions [begin, end) and of the width - 1 in front of them, rounded and widened.
   at::Tensor inputs(std::int64_t begin, std::int64_t end) const;
-  /// Of `inputs` those that lie so far back, 0 where another document has them.
+  /// Those of `inputs` that lie so far back, 0 where another document has them.
   at::Tensor shifted(const at::Tensor& inputs, std::int64_t begin, std::int64_t back) const {
     const std::int64_t count = inputs.size(1) - (width() - 1);
     return without_others(inputs.narrow(1, width() - 1 - back, count), begin, back);

@@ -31,7 +31,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr double kNothingLeft = -std::numeric_limits<double>::infinity();
-/// Of one step: nothing is left of a state, and sums over a chunk are numbers still.
+/// The least exponent of one step: nothing is left of a state, and sums over a chunk are numbers.
 constexpr double kLeastExponent = -1e6;
 /// Longer chunks cost memory by the square of their length and change the order of additions alone.
 constexpr std::int64_t kLongestChunk = 256;
@@ -133,7 +133,7 @@ class ChunkShape {
   std::int64_t begin_, length_;
 };
 
-/// What forward and backward of a chunk both need, in the dtype of computing.
+/// Values that forward and backward of a chunk both need, in the dtype of computing.
 struct ChunkValues {
   at::Tensor dt;     ///< [B, L, G, R, 1]
   at::Tensor u;      ///< dt x, [B, L, G, R, P] in the memory order of products
