@@ -276,7 +276,7 @@ def met(value, aim, most=False):
     return "met" if (value <= aim if most else value >= aim) else "missed"
 
 
-def print_beside(model, rows):
+def print_next_to(model, rows):
     """Ours beside the eager side on the device, with the aims."""
     ours, theirs = rows.get(OURS), rows.get(EAGER)
     if ours and theirs:
@@ -347,7 +347,7 @@ def print_table(arguments, benches, results):
         if not losses_agree(bench.model, results[bench.model]):
             code = 3
         if arguments.device == "cuda":
-            print_beside(bench.model, rows)
+            print_next_to(bench.model, rows)
         for name, found in results[bench.model].items():
             if found["failed"]:
                 code = code or 1

@@ -34,7 +34,7 @@ constexpr double kMostTime = 1.05;
 constexpr double kMostBytes = 1.03;
 
 /// x, as far as values go; the gradient of the parameter is `ready`.
-struct Touch : torch::autograd::Function<Touch> {
+struct Probe : torch::autograd::Function<Probe> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& /*parameter*/, const at::Tensor& ready) {
     context->saved_data["ready"] = ready;
@@ -60,7 +60,7 @@ struct Layer : torch::nn::Module {
     }
     auto y = x;
     for (std::size_t i = 0; i < ready.size(); ++i)
-      y = Touch::apply(y, parameters_here[i], ready[i]);
+      y = Probe::apply(y, parameters_here[i], ready[i]);
     return y;
   }
   variable_list parameters_here;

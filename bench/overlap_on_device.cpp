@@ -114,7 +114,7 @@ class LoopGroup final : public comm::Group {
   int size() const override { return alike_->size(); }
   const std::string& name() const override { return alike_->name(); }
   bool is_dry() const override { return true; }
-  comm::Mail& mail() override { return alike_->mail(); }
+  comm::P2P& p2p() override { return alike_->p2p(); }
 
  private:
   std::unique_ptr<comm::Work> start(comm::Batch batch) override {

@@ -373,7 +373,7 @@ void bind_unit(py::module_& module) {
              const WithoutGil release;
              auto unit = std::make_shared<Unit>(std::move(tree), mesh, policy, options);
              // zero_grad() gives memory back to PyTorch's allocator, as programs in Python expect.
-             fsdp::unit_of_handle(unit->unit()).runtime().give_gradients_back();
+             fsdp::unit_of_handle(unit->unit()).runtime().free_gradients();
              return unit;
            }),
            py::arg("tree"), py::arg("mesh"), py::arg("policy"), py::kw_only(), py::arg("name"),

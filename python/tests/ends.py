@@ -162,7 +162,7 @@ def killed() -> None:
     one_ends(kill)
 
 
-def killed_beside_python() -> None:
+def killed_with_python() -> None:
     """The others compute in Python meanwhile: their next call tells, and nothing ends them before."""
     tessera.init()
     model = sharded()
@@ -535,7 +535,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         exits_with_3,
         raises_system_exit,
         killed,
-        killed_beside_python,
+        killed_with_python,
         ends_early,
         fails_while_others_are_done,
         leaves_a_with_block,

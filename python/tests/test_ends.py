@@ -163,7 +163,7 @@ ONE_ENDS: dict[str, tuple[str, int, float]] = {
     "raises_system_exit": ("rank 1", 3, LOST_S),
     "leaves_a_with_block": ("ValueError: bad batch (ends.py:", 1, TOLD_S),
     "killed": ("rank 1", -9, LOST_S),
-    "killed_beside_python": ("rank 1", -9, LOST_S),
+    "killed_with_python": ("rank 1", -9, LOST_S),
     "ends_early": ("rank 1 has left: its World is closed", 1, LOST_S),  # told while it waits
     "saves_alone": ("waits in any_of of save_checkpoint", 1, LOST_S),
     "another_size": ("rank 1 of 3 ranks, expected one of 2", 1, TOLD_S),

@@ -1,7 +1,7 @@
 // A file at whose end a run writes while it goes on: lines of metrics, of a log, records of events.
 //
 // Each piece is handed to the system at once. No link is followed at the file's own name, whoever
-// placed it: neither its target's content nor the link itself is touched. Folders on the way may be
+// placed it: neither its target's content nor the link itself is accessed. Folders on the way may be
 // links. Pure. Next: io/atomic_file.h, for files that appear whole.
 #pragma once
 

@@ -25,7 +25,7 @@ class DoingHere {
   DoingHere& operator=(const DoingHere&) = delete;
 
   /// ", in WORDS"; "" where nothing is said.
-  static std::string in_words() {
+  static std::string as_text() {
     const DoingHere* const here = Here::here();
     return here == nullptr ? std::string() : ", in " + here->words_();
   }

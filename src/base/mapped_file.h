@@ -1,7 +1,7 @@
 // Files that are read in place: a read-only mapping of a whole file, and positioned reads.
 //
 // Model and data files are larger than a rank's share of memory, so nobody loads one: a rank maps
-// it, touches the ranges that it owns and gives their pages back. Pages of a mapping count as
+// it, accesses the ranges that it owns and gives their pages back. Pages of a mapping count as
 // resident until then, which is why release() exists. A file that is cut short while it is mapped
 // raises SIGBUS, as any mapping does; sizes are checked once, at open. A program can have that end
 // with a word about it (report_cut_files). Next: io/safetensors.h.
@@ -59,7 +59,7 @@ class MappedFile {
   /// How the mapping will be read; only a hint.
   void advise(Access access) const;
 
-  /// Gives the pages that `part` (a part of bytes()) touches back to the system; reading them again
+  /// Gives the pages that `part` (a part of bytes()) accesses back to the system; reading them again
   /// works and faults them in again. Threads: any.
   void release(std::span<const std::byte> part) const;
 

@@ -1,6 +1,6 @@
 // Mutex, Lock, Condition: those of the standard library with clang's thread-safety attributes.
 //
-// libstdc++'s carry none, so that clang cannot tell whether a member is touched without its mutex.
+// libstdc++'s carry none, so that clang cannot tell whether a member is accessed without its mutex.
 // With these it can, at no cost at run time: members say TESSERA_GUARDED_BY(mutex_), a function
 // that expects the caller to hold it TESSERA_REQUIRES(mutex_), and scripts/lint lets clang compare.
 // Under other compilers the attributes are empty. Pure.

@@ -2,7 +2,7 @@
 // where a forward stands in training, which keys those of dropout.
 //
 // No generator object and no state, so a rank draws any range of a parameter and gets the values
-// that every other layout gets there; nothing touches libtorch's default generator. Source: Salmon,
+// that every other layout gets there; nothing accesses libtorch's default generator. Source: Salmon,
 // Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); checked against the
 // known answers of its reference library.
 #pragma once

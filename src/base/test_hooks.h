@@ -43,7 +43,7 @@ enum class EventEnd : std::uint8_t;
 enum class EventSite : std::uint8_t;
 class Group;
 struct Label;
-struct MailTag;
+struct P2PTag;
 }  // namespace tessera::comm
 
 namespace tessera::nn {
@@ -136,8 +136,8 @@ inline constinit Hook<void(int rank, const comm::Batch& batch)> before_issue;
 /// In-process backend: whether a rank's results appear in its wait() and not before, so that code
 /// that forgets to wait sees old data.
 inline constinit Hook<bool()> deliver_at_wait;
-/// In-process backend, messages (comm/mail.h): how long one is on its way once both ends are posted.
-inline constinit Hook<std::chrono::microseconds(const comm::MailTag& tag)> message_delay;
+/// In-process backend, messages (comm/p2p.h): how long one is on its way once both ends are posted.
+inline constinit Hook<std::chrono::microseconds(const comm::P2PTag& tag)> message_delay;
 /// The same: whether sends are buffered, so that they end before their receives are posted; code
 /// that relies on it hangs without.
 inline constinit Hook<bool()> buffered_messages;
@@ -153,9 +153,9 @@ inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> 
 /// done. May block, or end the process.
 inline constinit Hook<std::vector<comm::Batch>(const comm::Group& group, const comm::Batch& batch)>
     issues_instead;
-/// comm/mail.h, where an end of a message is posted: whether it is, or the caller goes on as if it
+/// comm/p2p.h, where an end of a message is posted: whether it is, or the caller goes on as if it
 /// were through. May block, or end the process.
-inline constinit Hook<bool(const comm::MailTag& tag, bool sends)> posts_message;
+inline constinit Hook<bool(const comm::P2PTag& tag, bool sends)> posts_message;
 
 // kernels.
 
@@ -215,7 +215,7 @@ inline constinit Hook<void(const Mesh& mesh, ShardedBase& model)> made_parallel;
 /// written to.
 inline constinit Hook<void(const Mesh& mesh, const train::MicroBatch& batch)> took_micro_batch;
 /// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
-inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
+inline constinit Hook<comm::P2PTag(const comm::P2PTag& tag)> sent_tag;
 
 // Pipelines.
 

@@ -29,35 +29,35 @@ constexpr int kMaxDepth = 16;
 
 /// A unit lends to units inside it: who borrows of itself, by way of others or not, is in no model.
 void require_no_circle(const std::vector<PlanUnit>& units, std::string_view where) {
-  std::vector<std::vector<UnitId>> borrowers(units.size());
+  std::vector<std::vector<UnitId>> users(units.size());
   std::vector<std::size_t> open(units.size());  // lenders that are not known to be in no circle
   std::vector<UnitId> free;
   for (UnitId id = 0; id < units.size(); ++id) {
-    open[id] = units[id].lenders.size();
+    open[id] = units[id].owners.size();
     if (open[id] == 0) free.push_back(id);
-    for (const auto lender : units[id].lenders) borrowers[lender].push_back(id);
+    for (const auto owner : units[id].owners) users[owner].push_back(id);
   }
   while (!free.empty()) {
-    const auto lender = free.back();
+    const auto owner = free.back();
     free.pop_back();
-    for (const auto borrower : borrowers[lender]) {
-      if (--open[borrower] == 0) free.push_back(borrower);
+    for (const auto user : users[owner]) {
+      if (--open[user] == 0) free.push_back(user);
     }
   }
   const auto first = std::ranges::find_if(open, [](std::size_t count) { return count > 0; });
   if (first == open.end()) return;
   // Each of these has a lender among them: who comes again on the way is in a circle.
-  const auto lender_of = [&](UnitId id) {
-    return *std::ranges::find_if(units[id].lenders, [&](UnitId one) { return open[one] > 0; });
+  const auto owner_of = [&](UnitId id) {
+    return *std::ranges::find_if(units[id].owners, [&](UnitId one) { return open[one] > 0; });
   };
   auto unit = static_cast<UnitId>(first - open.begin());
   std::vector<bool> passed(units.size());
-  for (; !passed[unit]; unit = lender_of(unit)) passed[unit] = true;
-  const auto lender = lender_of(unit);
+  for (; !passed[unit]; unit = owner_of(unit)) passed[unit] = true;
+  const auto owner = owner_of(unit);
   throw Error(
       ErrorKind::kFormat,
       concat(where, ": 'units': found unit ", units[unit].name, ", whose lender ",
-             lender == unit ? "is itself" : concat(units[lender].name, " borrows of it in turn"),
+             owner == unit ? "is itself" : concat(units[owner].name, " borrows of it in turn"),
              ", expected units that lend to others inside them; make the plan anew with "
              "tessera plan"));
 }
@@ -107,7 +107,7 @@ class PlanRules {
     units_ = static_cast<std::int64_t>(at.value().size());
     reader.list(units, at, range);
     require_no_circle(units, where_);
-    for (const auto& one : units) lenders_.push_back(std::ssize(one.lenders));
+    for (const auto& one : units) owners_.push_back(std::ssize(one.owners));
   }
   template <class Read>
   void read(Read&, UnitId& unit, const JsonCursor& at, fsdp::UnitNumber) {
@@ -124,7 +124,7 @@ class PlanRules {
     read(reader, units, at, fsdp::UnitNumbers{});
     trace_ = std::ssize(units);
     count(at, places_, trace_, fsdp::kMostPlaces, "places");
-    for (const auto id : units) count(at, uses_, 1 + lenders_[id], kMostUses, "uses of units");
+    for (const auto id : units) count(at, uses_, 1 + owners_[id], kMostUses, "uses of units");
   }
   template <class Read>
   void read(Read& reader, std::vector<std::size_t>& places, const JsonCursor& at,
@@ -155,8 +155,8 @@ class PlanRules {
 
   std::string_view where_;
   std::int64_t units_ = 0;
-  std::vector<std::int64_t> lenders_;  // by unit
-  std::int64_t trace_ = 0;             // places of the trace that is being read
+  std::vector<std::int64_t> owners_;  // by unit
+  std::int64_t trace_ = 0;            // places of the trace that is being read
   std::int64_t places_ = 0, uses_ = 0, actions_ = 0;
 };
 

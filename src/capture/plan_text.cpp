@@ -74,8 +74,8 @@ class Text {
       const auto& [part, position, begins] = places_[i];
       if (!is_forward_ && (record_.reached.empty() || !record_.reached[part][position])) continue;
       const auto user = unit_at(places_[i]);
-      const auto& lenders = plan_.units[user].lenders;
-      if (user == unit || std::ranges::find(lenders, unit) != lenders.end()) return user;
+      const auto& owners = plan_.units[user].owners;
+      if (user == unit || std::ranges::find(owners, unit) != owners.end()) return user;
     }
     return std::nullopt;
   }

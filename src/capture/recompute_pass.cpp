@@ -40,8 +40,8 @@ std::vector<Mode> ladder(const UnitActivations& unit) {
 
 ForwardActivations activations_of(const ForwardActivations& given,
                                   const std::vector<PlanUnit>& units) {
-  TESSERA_CHECK(given.beside >= 0 && given.after >= 0, ErrorKind::kConfig, "activations: found ",
-                given.beside, " bytes beside units and ", given.after,
+  TESSERA_CHECK(given.outside >= 0 && given.after >= 0, ErrorKind::kConfig, "activations: found ",
+                given.outside, " bytes beside units and ", given.after,
                 " after them, expected 0 or more");
   std::map<std::string_view, const UnitActivations*> by_name;
   for (const auto& one : given.units) {
@@ -49,7 +49,7 @@ ForwardActivations activations_of(const ForwardActivations& given,
     TESSERA_CHECK(by_name.emplace(one.unit, &one).second, ErrorKind::kConfig,
                   "activations: found unit ", printable(one.unit), " twice, expected it once");
   }
-  ForwardActivations found{.beside = given.beside, .after = given.after, .units = {}};
+  ForwardActivations found{.outside = given.outside, .after = given.after, .units = {}};
   for (const auto& unit : units) {
     const auto one = by_name.find(unit.name);
     found.units.push_back(one == by_name.end() ? UnitActivations{.unit = unit.name} : *one->second);
@@ -67,7 +67,7 @@ std::int64_t most_activations(const ForwardActivations& of, const fsdp::StepReco
   std::int64_t most = 0;
   for (const auto& stage : record.stages) {
     const auto resident = blocks.empty() ? 0 : resident_blocks(blocks, stage, modes);
-    std::int64_t kept = of.beside;
+    std::int64_t kept = of.outside;
     std::int64_t in_use = 0;  // of the blocks
     std::int64_t peak = 0;
     for (const auto& part : stage.parts) {

@@ -417,10 +417,10 @@ class Loader {
   /// Where a part lies in files of `mine` they bring it along; else it waits for fill_rest().
   void want(const Part& part, std::map<std::string, std::vector<WantedBytes>>& mine) {
     const auto [begin, end] = part.elements;
-    const auto stretches = checkpoint_.stretches(part.name, part.box, begin, end);
-    if (stretches.empty()) return rest_.push_back(part);
+    const auto chunks = checkpoint_.chunks(part.name, part.box, begin, end);
+    if (chunks.empty()) return rest_.push_back(part);
     const auto size = static_cast<std::int64_t>(part.bytes.size()) / part.elements.size();
-    for (const auto& one : stretches) {
+    for (const auto& one : chunks) {
       const auto bytes =
           part.bytes.subspan(static_cast<std::size_t>((one.elements.begin - begin) * size),
                              static_cast<std::size_t>(one.elements.size() * size));

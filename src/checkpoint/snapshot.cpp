@@ -129,7 +129,7 @@ at::Device device_of(const std::vector<StatePart>& parts) {
   return at::kCPU;
 }
 
-/// The first checkpoint touches the buffer for the first time, while a step waits: one fault for
+/// The first checkpoint accesses the buffer for the first time, while a step waits: one fault for
 /// 512 pages, where the system can.
 void take_huge_pages(const at::Tensor& buffer) {
   constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
@@ -248,7 +248,7 @@ void Snapshot::grow_to(std::int64_t size, at::Device from) {
   }
 }
 
-at::Tensor Snapshot::stretch(std::int64_t begin, std::int64_t most) const {
+at::Tensor Snapshot::chunk(std::int64_t begin, std::int64_t most) const {
   const std::int64_t whole = blocks_.front().numel();
   const at::Tensor& block = blocks_.at(static_cast<std::size_t>(begin / whole));
   return block.narrow(0, begin % whole, std::min(most, block.numel() - begin % whole));
@@ -257,7 +257,7 @@ at::Tensor Snapshot::stretch(std::int64_t begin, std::int64_t most) const {
 std::vector<std::span<const std::byte>> Snapshot::bytes() const {
   std::vector<std::span<const std::byte>> all;
   for (std::int64_t begin = 0; begin < size_;) {
-    const at::Tensor next = stretch(begin, size_ - begin);
+    const at::Tensor next = chunk(begin, size_ - begin);
     all.emplace_back(static_cast<const std::byte*>(next.const_data_ptr()), next.nbytes());
     begin += next.numel();
   }
@@ -279,7 +279,7 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   grow_to(layout.file_bytes, from);
   for (std::size_t done = 0; done < layout.beginning.size();) {
     const auto rest = std::span(layout.beginning).subspan(done);
-    const at::Tensor place = stretch(static_cast<std::int64_t>(done), std::ssize(rest));
+    const at::Tensor place = chunk(static_cast<std::int64_t>(done), std::ssize(rest));
     std::memcpy(place.mutable_data_ptr(), rest.data(), place.nbytes());
     done += place.nbytes();
   }
@@ -295,7 +295,7 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
     // block ends inside an element.
     for (std::int64_t done = 0; done < values.numel();) {
       const at::Tensor place =
-          stretch(begin + done * size, (values.numel() - done) * size).view(values.scalar_type());
+          chunk(begin + done * size, (values.numel() - done) * size).view(values.scalar_type());
       place.copy_(values.narrow(0, done, place.numel()), /*non_blocking=*/true);
       done += place.numel();
     }

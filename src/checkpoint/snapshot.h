@@ -114,7 +114,7 @@ class Snapshot {
  private:
   void grow_to(std::int64_t size, at::Device from);
   /// Of the file's bytes from `begin` on those that lie in one block, at most `most`.
-  at::Tensor stretch(std::int64_t begin, std::int64_t most) const;
+  at::Tensor chunk(std::int64_t begin, std::int64_t most) const;
 
   std::string name_;
   comm::Stream stream_;  // of the copies; empty on the CPU

@@ -1,6 +1,6 @@
 // From one command to ranks that run it: whoever launched us, or own spawn, or this process alone.
 //
-// The parent of own spawn only waits and touches nothing of libtorch; its children run the same
+// The parent of own spawn only waits and accesses nothing of libtorch; its children run the same
 // command line and come back here as ranks. Next: launch/launch_environment.h, launch/spawn.h.
 #pragma once
 

@@ -170,7 +170,7 @@ pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Sch
       stage.forward = arguments.costs.at(0);
       stage.input_gradient = arguments.costs.at(1);
       stage.weight_gradient = arguments.costs.at(2);
-      if (arguments.costs.size() > 3) stage.beside = arguments.costs.at(3);
+      if (arguments.costs.size() > 3) stage.paired = arguments.costs.at(3);
     }
     if (exchanges) stage = with_exchanges(stage, *exchanges);
     // Counted, not weighed: nobody said how large a micro-batch is.
@@ -210,8 +210,8 @@ std::optional<pipeline::Slot> longest_pair(const pipeline::Schedule& schedule,
   std::map<std::pair<int, int>, double> times;  // by the stages of F and B
   for (const auto& slots : schedule.slots) {
     for (const pipeline::Slot& slot : slots) {
-      if (!slot.beside) continue;
-      const auto [place, is_new] = times.try_emplace({slot.action.stage, slot.beside->stage});
+      if (!slot.paired) continue;
+      const auto [place, is_new] = times.try_emplace({slot.action.stage, slot.paired->stage});
       if (!is_new) continue;
       place->second = time_of(slot, costs).all;
       if (!longest || place->second > time_of(*longest, costs).all) longest = slot;
@@ -226,7 +226,7 @@ void print_exchanges(const pipeline::Schedule& schedule, const pipeline::Simulat
   if (const auto pair = longest_pair(schedule, costs)) {
     const pipeline::SlotTime time = time_of(*pair, costs);
     const pipeline::StageCosts& forward = costs.at(static_cast<std::size_t>(pair->action.stage));
-    const pipeline::StageCosts& backward = costs.at(static_cast<std::size_t>(pair->beside->stage));
+    const pipeline::StageCosts& backward = costs.at(static_cast<std::size_t>(pair->paired->stage));
     std::cout << "\nlongest pair " << to_string(*pair) << ": " << time.all << unit << ", F "
               << forward.forward << " and B " << backward.of_backward()
               << " alone; of its exchanges " << time.hidden << " hidden, " << time.exposed

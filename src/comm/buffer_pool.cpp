@@ -83,7 +83,7 @@ void FreeBlocks::bring_the_first(std::size_t index) {
   }
 }
 
-void FreeBlocks::give_back(Block block) {
+void FreeBlocks::recycle(Block block) {
   bytes_ += block.memory.numel();
   blocks_.push_back({std::move(block), requests_});
   if (requests_ - looked_ >= patience_) free_idle();
@@ -181,12 +181,12 @@ Event BufferPool::used_here() {
   return used;
 }
 
-void BufferPool::give_back(at::Tensor tensor, Event used) {
+void BufferPool::recycle(at::Tensor tensor, Event used) {
   TESSERA_INVARIANT(tensor.defined(), "an undefined tensor came back to the pool");
   const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
-  free_.give_back({at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device_))
-                       .set_(tensor.storage(), 0, {bytes}, {1}),
-                   std::move(used)});
+  free_.recycle({at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device_))
+                     .set_(tensor.storage(), 0, {bytes}, {1}),
+                 std::move(used)});
 }
 
 GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtype,
@@ -209,7 +209,7 @@ GatherBuffer::~GatherBuffer() {
   hide();
   try {
     // Freed as it is, the allocator would not come behind those who use it.
-    if (memory_.defined() && !memory_.is_cpu()) pool_->give_back(std::move(memory_));
+    if (memory_.defined() && !memory_.is_cpu()) pool_->recycle(std::move(memory_));
   } catch (const std::exception&) {
     // A device that no longer answers: its memory is lost with it.
   }
@@ -235,7 +235,7 @@ void GatherBuffer::publish() {
 void GatherBuffer::end() {
   if (aliased_.defined()) return;
   hide();
-  if (memory_.defined()) pool_->give_back(std::move(memory_));
+  if (memory_.defined()) pool_->recycle(std::move(memory_));
   memory_ = at::Tensor();
 }
 

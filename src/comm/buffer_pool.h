@@ -1,6 +1,6 @@
 // Memory that is taken and given back every step, and how a unit's unsharded parameters lie in it.
 //
-// BufferPool: memory for gathers, gradients and wires, so that a steady step touches no new page
+// BufferPool: memory for gathers, gradients and wires, so that a steady step accesses no new page
 // (fresh pages cost six times warm ones: docs/performance.md). Not an allocator for tensors that a
 // user keeps. What is kept free follows what is asked for (FreeBlocks): sizes that nobody takes any
 // more are freed.
@@ -58,7 +58,7 @@ class FreeBlocks {
   /// The one at `wanted`, if it is free and fits; else the smallest that fits: on the CPU the warmest of
   /// several, on a device the one that came back first.
   Block take(std::int64_t bytes, const void* wanted = nullptr);
-  void give_back(Block block);
+  void recycle(Block block);
   void clear();
   /// Frees what has not been taken since there had been so many requests.
   void clear_idle_since(std::uint64_t requests);
@@ -107,11 +107,11 @@ class BufferPool {
   /// The same for use on `on`.
   at::Tensor take(std::int64_t numel, at::ScalarType dtype, const Stream& on);
   /// Every tensor that take() gave comes back here once: free from here on of the current stream.
-  void give_back(at::Tensor tensor) {
-    give_back(std::move(tensor), device_.is_cpu() ? Event() : used_here());
+  void recycle(at::Tensor tensor) {
+    recycle(std::move(tensor), device_.is_cpu() ? Event() : used_here());
   }
   /// Free from `used` on.
-  void give_back(at::Tensor tensor, Event used);
+  void recycle(at::Tensor tensor, Event used);
   /// Frees what is not taken.
   void trim() { free_.clear(); }
   /// Frees what has not been taken since then, where another step than those before has begun. The

@@ -71,7 +71,7 @@ bool carries_messages(std::string_view purpose) {
   return purpose == "data" || purpose == "stages" || purpose.ends_with("control");
 }
 
-Mail& Group::mail() {
+P2P& Group::p2p() {
   throw Error(
       ErrorKind::kUsage,
       concat("found a group without messages between two ranks (", name(),

@@ -40,7 +40,7 @@ class World;
 namespace tessera::comm {
 
 class HostWaits;
-class Mail;
+class P2P;
 
 /// Which pass of a micro-batch a collective of activations belongs to.
 enum class ActivationPass : std::uint8_t { kNone, kForward, kBackward, kRecomputed };
@@ -118,10 +118,10 @@ class Group {
   /// nothing that is launched after their issue, here or on the caller's stream. Made by the first
   /// call; empty where stream() is. Threads: who issues.
   const Stream& host_reads();
-  /// Messages between two members (mail.h), over this group's connections: a group has collectives
+  /// Messages between two members (p2p.h), over this group's connections: a group has collectives
   /// or messages, so that their tags never meet. Lives as long as the group. Collective at the first
   /// call, and at the first since a recovery. Errors: kUsage where the backend has none.
-  virtual Mail& mail();
+  virtual P2P& p2p();
 
   /// By its World, before the first collective. `waits` is told what this rank's streams wait for.
   void use_stream(const Stream& stream, std::shared_ptr<HostWaits> waits);

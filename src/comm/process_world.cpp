@@ -301,7 +301,7 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
 void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
   const base::Lock lock(epoch_mutex_);
   if (epoch != epoch_) return;  // recovered in the meantime
-  if (aborter_ == Aborter::kNobody) aborter_ = by;
+  if (aborter_ == Aborter::kNone) aborter_ = by;
   state_->board->freeze();
   state_->abort_flag->mark(why);
   queue_->abort(why);
@@ -357,7 +357,7 @@ void ProcessWorld::recover() {
   if (messages_) messages_->reset(next);
   queue_->recover();
   ++recoveries_;
-  aborter_ = Aborter::kNobody;
+  aborter_ = Aborter::kNone;
   state_->abort_flag->clear();
 }
 

@@ -124,7 +124,7 @@ class ProcessWorld : public World {
  private:
   /// The cause of the abort in this epoch: an error of this rank, a message of another one, or a
   /// watch that found ranks to disagree.
-  enum class Aborter : std::uint8_t { kNobody, kSelf, kOther, kDisagreement };
+  enum class Aborter : std::uint8_t { kNone, kSelf, kOther, kDisagreement };
   /// A child of fork() has none of the threads, and shares the connections with its parent: all of it
   /// stays as it is.
   void leave_to_parent() noexcept;
@@ -174,7 +174,7 @@ class ProcessWorld : public World {
   std::atomic<bool> store_is_silent_{false};
   std::atomic<int> published_epoch_{-1};
   /// As `by` of the first abort_here() of this epoch.
-  std::atomic<Aborter> aborter_{Aborter::kNobody};
+  std::atomic<Aborter> aborter_{Aborter::kNone};
   /// Marked once a rank is lost under LostRankEnds::kCall: there is no recovery from that.
   AbortFlag lost_;
   std::function<void()> end_process_;  ///< of the watch's thread

@@ -49,9 +49,9 @@ std::string_view to_string(EventSite site) {
       return "end of a collective";
     case EventSite::kPeers:
       return "peers";
-    case EventSite::kMailPost:
+    case EventSite::kP2PPost:
       return "message posted";
-    case EventSite::kMailEnd:
+    case EventSite::kP2PEnd:
       return "end of a message";
     case EventSite::kPoolBack:
       return "block given back";
@@ -91,13 +91,13 @@ Stream Stream::made_of(c10::Device device, StreamUse use) {
 }
 
 std::string shared_stream_warning(c10::Device device, StreamUse use, int made) {
-  // c10/cuda/CUDAStream.cpp: of each priority so many, which are lent in turn.
+  // c10/cuda/CUDAStream.cpp: of each priority so many, which are shared in turn.
   constexpr int kStreamsOfCuda = 32;
   if (!device.is_cuda() || made != kStreamsOfCuda + 1) return "";
   return concat(
       "device ", device, ": found more than ", kStreamsOfCuda, " streams ",
       use == StreamUse::kRank ? "of this rank's own work" : "of groups and messages between ranks",
-      ", which is as many as libtorch has: the next ones are lent a second time, and what "
+      ", which is as many as libtorch has: the next ones are shared a second time, and what "
       "shares one waits for each other; expected fewer groups, or neighbours in a pipeline, "
       "in one process");
 }

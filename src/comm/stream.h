@@ -28,8 +28,8 @@ enum class EventSite : std::uint8_t {
   kIssue,     ///< a group's stream comes behind the caller's, which made what is sent
   kWorkEnd,   ///< the caller's stream comes behind the collective
   kPeers,     ///< ranks of one process: streams that read each other's memory
-  kMailPost,  ///< the stream of a message comes behind what was launched before it was posted
-  kMailEnd,   ///< the caller's stream comes behind the message
+  kP2PPost,   ///< the stream of a message comes behind what was launched before it was posted
+  kP2PEnd,    ///< the caller's stream comes behind the message
   kPoolBack,  ///< who takes a block comes behind its last use
   kPoolFree,  ///< the allocator's stream comes behind the last use of a block that is freed
   kPoolMade,  ///< who takes a new block comes behind what its memory was before

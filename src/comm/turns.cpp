@@ -65,7 +65,7 @@ class Stack {
     TESSERA_CHECK(mapped_ != MAP_FAILED, ErrorKind::kIo, "turns: found no address space for ",
                   kBytes, " bytes of a call stack; raise the limit of virtual memory (ulimit -v)");
     ::mprotect(mapped_, guard_, PROT_NONE);
-    ::madvise(mapped_, guard_ + kBytes, MADV_NOHUGEPAGE);  // pages count when they are touched
+    ::madvise(mapped_, guard_ + kBytes, MADV_NOHUGEPAGE);  // pages count when they are accessed
   }
   ~Stack() { ::munmap(mapped_, guard_ + kBytes); }
   Stack(const Stack&) = delete;

@@ -54,7 +54,7 @@ class Turns {
   Turns& operator=(const Turns&) = delete;
 
   /// Runs `first` on the caller's stack and `second` on one that is kept (8 MiB, of which the
-  /// touched pages count). `first` begins; `second` starts with the scopes and modes that the caller
+  /// accessed pages count). `first` begins; `second` starts with the scopes and modes that the caller
   /// has now. When one has ended the other resumes, and runs to its end alone.
   /// Errors: the first one that leaves either. The other is resumed once, its pass() throws Ended,
   /// and it unwinds; where `second` has not begun it never does. kUsage where both are in a backward.

@@ -41,7 +41,7 @@ class Addresses {
     return found;
   }
 
-  void give_back(void* data) {
+  void recycle(void* data) {
     const base::Lock lock(mutex_);
     const auto found = taken_.find(static_cast<std::byte*>(data));
     free_[found->second].push_back(found->first);
@@ -80,18 +80,18 @@ class Allocator final : public c10::Allocator {
     void* const data =
         FakeHere::here() && size > 0 ? addresses().take(size) : real_.raw_allocate(size);
     note_taken(data, size);
-    return {data, data, &give_back, c10::Device(c10::kCPU)};
+    return {data, data, &recycle, c10::Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
+  c10::DeleterFnPtr raw_deleter() const override { return &recycle; }
   void copy_data(void* to, const void* from, std::size_t size) const override {
     real_.copy_data(to, from, size);
   }
 
  private:
-  static void give_back(void* data) {
+  static void recycle(void* data) {
     if (data == nullptr) return;
-    note_given_back(data);
-    if (addresses().has(data)) return addresses().give_back(data);
+    note_freed(data);
+    if (addresses().has(data)) return addresses().recycle(data);
     s_real->raw_deallocate(data);
   }
 

@@ -2,7 +2,7 @@
 //
 // Numbers of tokens, counts of experts and flags have values, in memory of the host, and an
 // operation on them runs on tensors of the CPU over the same memory. A view is made so of any tensor,
-// fake ones too, since it touches no element. Next: fake_device.h, fake_operations.h.
+// fake ones too, since it accesses no element. Next: fake_device.h, fake_operations.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 
 namespace tessera::dry {
 
-/// Whether a result is a view of an argument: no element is touched.
+/// Whether a result is a view of an argument: no element is accessed.
 bool is_view(const c10::FunctionSchema& schema);
 
 bool is_of_fake_device(const at::Tensor& tensor);

@@ -73,7 +73,7 @@ void note_taken(void* data, std::size_t size) {
   if (t_count->at_each) t_count->at_each();
 }
 
-void note_given_back(void* data) {
+void note_freed(void* data) {
   if (!s_counts) return;
   Block block;
   {

@@ -51,6 +51,6 @@ class CountScope {
 
 /// The allocator says so of a block that this thread takes, and of one that any thread gives back.
 void note_taken(void* data, std::size_t bytes);
-void note_given_back(void* data);
+void note_freed(void* data);
 
 }  // namespace tessera::dry

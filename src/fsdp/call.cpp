@@ -458,7 +458,7 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs,
   if (crossed_ != nullptr) crossed_->require_arguments_unchanged(*handle_.unit_);
   const auto& output = handle_.unit_->contract.output;
   if (output) cast_floating(outputs, *output);
-  if (!repeats && runtime.gives_back(*handle_.unit_))
+  if (!repeats && runtime.reshards_after(*handle_.unit_))
     fsdp::require_no_parameters(outputs, *handle_.unit_);
   if (at::GradMode::is_enabled())
     fsdp::require_device(outputs, fsdp::Crossing::kResult, *handle_.unit_);

@@ -67,7 +67,7 @@ bool overlap(const Extent& one, const Extent& other) {
 }
 
 /// Whether its memory was given back when another parameter, which shared it, was sharded.
-bool is_given_back(const at::Tensor& tensor) {
+bool is_freed(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || tensor.storage().nbytes() == 0) return false;
   try {
     (void)tensor.storage().data();
@@ -247,7 +247,7 @@ class Walk {
                   ": found a hook on its gradient, expected none, since gradients are summed over "
                   "the ranks before anybody reads them; make the module without, and change "
                   "gradients on the handle's parameters after backward");
-    TESSERA_CHECK(!is_given_back(tensor), ErrorKind::kContract, "parameter ", name,
+    TESSERA_CHECK(!is_freed(tensor), ErrorKind::kContract, "parameter ", name,
                   ": found that the memory which it shared with another one went when that was "
                   "sharded, expected memory of its own; shard tied parameters in one call, or give "
                   "each its own by clone() before");

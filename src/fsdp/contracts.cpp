@@ -17,13 +17,13 @@ namespace {
 /// and keeps it: its handle may live longer than the ancestor's.
 void lend(Unit& ancestor, Unit& owner) {
   if (&owner == &ancestor) return;
-  if (!owner.borrows_from(ancestor)) owner.lenders.push_back(ancestor.shared_from_this());
+  if (!owner.shares_of(ancestor)) owner.owners.push_back(ancestor.shared_from_this());
 }
 
 /// What a unit below had from another one may have moved on from there.
-void lend_borrowed(Unit& ancestor, const std::vector<Unit*>& below) {
+void share_parameters(Unit& ancestor, const std::vector<Unit*>& below) {
   for (auto* unit : below) {
-    for (const auto& leaf : unit->borrowed) {
+    for (const auto& leaf : unit->owned_elsewhere) {
       if (leaf->owner != nullptr && leaf->owner->unit == &ancestor) lend(ancestor, *unit);
     }
   }
@@ -40,7 +40,7 @@ void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
     (stay.count(parameter.get()) > 0 ? keep : move).push_back(std::move(parameter));
   }
   for (const auto& parameter : move) {
-    for (const auto& leaf : parameter->leaves) unit.borrowed.push_back(leaf);
+    for (const auto& leaf : parameter->leaves) unit.owned_elsewhere.push_back(leaf);
   }
   unit.add(std::move(keep));
   ancestor.add(std::move(move));
@@ -74,13 +74,14 @@ void check_fits(const GradContract& contract, const FoundParameter& found, const
                 "declare");
   TESSERA_CHECK(contract.local_shape() == found.meta.shape, ErrorKind::kContract, what,
                 ": found another shape than its contract's");
-  const auto owed = reductions_of(contract.layout, DataAxes(mesh.shapes()), what);
+  const auto pending = reductions_of(contract.layout, DataAxes(mesh.shapes()), what);
   const auto& planned = contract.reductions;
-  TESSERA_CHECK(planned.shard_axes == owed.shard_axes && planned.replica_axes == owed.replica_axes,
-                ErrorKind::kContract, what, ": found the contract's gradient with ",
-                to_string(planned), ", expected ",
-                to_string(ReductionPlan{owed.shard_axes, owed.replica_axes, planned.divide_factor}),
-                " on the mesh ", to_string(mesh.shapes()), "; resolve the contract for this mesh");
+  TESSERA_CHECK(
+      planned.shard_axes == pending.shard_axes && planned.replica_axes == pending.replica_axes,
+      ErrorKind::kContract, what, ": found the contract's gradient with ", to_string(planned),
+      ", expected ",
+      to_string(ReductionPlan{pending.shard_axes, pending.replica_axes, planned.divide_factor}),
+      " on the mesh ", to_string(mesh.shapes()), "; resolve the contract for this mesh");
   const bool is_wide = size_of(contract.accumulate) >= size_of(contract.reduce);
   TESSERA_CHECK(!contract.trainable || is_wide, ErrorKind::kContract, what,
                 ": found a gradient that is accumulated in ", to_string(contract.accumulate),
@@ -225,9 +226,9 @@ std::vector<std::shared_ptr<Parameter>> make_parameters(const std::vector<FoundP
 void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
   // What the ancestor itself uses of a unit below, and what units below use of each other.
   std::set<const Parameter*> shared;
-  for (const auto& leaf : ancestor.borrowed) shared.insert(leaf->owner);
+  for (const auto& leaf : ancestor.owned_elsewhere) shared.insert(leaf->owner);
   for (const auto* unit : below) {
-    for (const auto& leaf : unit->borrowed) shared.insert(leaf->owner);
+    for (const auto& leaf : unit->owned_elsewhere) shared.insert(leaf->owner);
   }
   for (auto* unit : below) {
     if (unit == &ancestor) continue;
@@ -251,8 +252,8 @@ void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
       index = 0;
     }
   }
-  lend_borrowed(ancestor, below);
-  std::erase_if(ancestor.borrowed, [&](const auto& leaf) {
+  share_parameters(ancestor, below);
+  std::erase_if(ancestor.owned_elsewhere, [&](const auto& leaf) {
     return leaf->owner != nullptr && leaf->owner->unit == &ancestor;
   });
 }
@@ -270,14 +271,14 @@ void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t by
         continue;
       }
       for (auto& parameter : unit->take_bucket(index)) {
-        for (const auto& leaf : parameter->leaves) unit->borrowed.push_back(leaf);
+        for (const auto& leaf : parameter->leaves) unit->owned_elsewhere.push_back(leaf);
         moved.push_back(std::move(parameter));
       }
       lend(ancestor, *unit);
     }
   }
   if (!moved.empty()) ancestor.add(std::move(moved));
-  lend_borrowed(ancestor, below);
+  share_parameters(ancestor, below);
 }
 
 }  // namespace tessera::fsdp

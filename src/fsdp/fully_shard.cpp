@@ -130,7 +130,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   }
   resolve_unit(Place::kOutermost);
   for (const auto& inner : found.handles) inner_.push_back({inner.path, inner.handle});
-  unit_->borrowed = found.owned_by_others;
+  unit_->owned_elsewhere = found.owned_by_others;
   runtime_->agree_on_plan();  // before any collective that moves parameters
   runtime_->name_model();
   adopt(options);

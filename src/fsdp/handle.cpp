@@ -370,7 +370,7 @@ void ShardedBase::set_gradient_divide_factor(double factor, bool recurse) {
   for_units(recurse, [&](ShardedBase& handle) {
     const auto& unit = *handle.unit_;
     for (const auto& parameter : unit.parameters()) {
-      const bool waits = unit.progress().owed || unit.progress().unpublished ||
+      const bool waits = unit.progress().pending || unit.progress().unpublished ||
                          unit.buckets()[parameter->bucket]->has_arrivals();
       TESSERA_CHECK(!waits && !parameter->shard.grad().defined(), ErrorKind::kUsage,
                     "set_gradient_divide_factor: found a gradient of ", parameter->contract.name,
@@ -499,8 +499,8 @@ void are_read(const ShardedBase& model, const comm::Event& end) {
   unit_of_handle(model.unit()).runtime().are_read(end);
 }
 
-void come_behind_reads(const ShardedBase& model) {
-  unit_of_handle(model.unit()).runtime().come_behind_reads();
+void order_after_reads(const ShardedBase& model) {
+  unit_of_handle(model.unit()).runtime().order_after_reads();
 }
 
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what) {

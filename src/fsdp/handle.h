@@ -57,6 +57,6 @@ std::string last_entered(const ShardedBase& model);
 /// Optimizer::step() comes behind it.
 void are_read(const ShardedBase& model, const comm::Event& end);
 /// So does from here on whatever else is launched on the caller's stream.
-void come_behind_reads(const ShardedBase& model);
+void order_after_reads(const ShardedBase& model);
 
 }  // namespace tessera::fsdp

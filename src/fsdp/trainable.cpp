@@ -31,7 +31,7 @@ namespace tessera::fsdp {
 // themselves. What is sent follows from the two plans, which all ranks know.
 
 /// A parameter whose elements lie elsewhere than before.
-struct Relaid {
+struct Rebucketed {
   Parameter* parameter = nullptr;
   AxesGroups on;                    ///< the ranks that share it
   std::vector<layout::Move> moves;  ///< between them
@@ -40,9 +40,9 @@ struct Relaid {
   at::Tensor old_shard;             ///< [before]; the new one is parameter->shard, [after], zeros
 };
 
-/// Values over the elements of one relaid parameter.
+/// Values over the elements of one rebucketed parameter.
 struct Carried {
-  const Relaid* parameter = nullptr;
+  const Rebucketed* parameter = nullptr;
   at::Tensor from;  ///< [before]
   at::Tensor to;    ///< [after]; other dtypes are converted
 };
@@ -59,8 +59,8 @@ std::vector<layout::Range> holdings(const layout::BucketPlan& plan, const layout
   return held;
 }
 
-Relaid relaid(Unit& unit, Parameter& parameter, const layout::BucketPlan& plan,
-              const layout::Placed& placed) {
+Rebucketed rebucketed(Unit& unit, Parameter& parameter, const layout::BucketPlan& plan,
+                      const layout::Placed& placed) {
   // Also of what is whole on every rank now: it may be shared out later.
   const auto on = unit.runtime().groups().of({.reductions = parameter.contract.reductions});
   const auto before = holdings(unit.bucket_of(parameter).plan(), parameter.placed(), on);
@@ -94,21 +94,21 @@ void show(Parameter& parameter, const Bucket& bucket, const layout::Placed& plac
 
 /// Gives the unit the buckets that its parameters' contracts name now. It must be released, without
 /// gradients under way.
-std::vector<Relaid> lay_out_anew(Unit& unit) {
+std::vector<Rebucketed> rebucket(Unit& unit) {
   std::vector<layout::PlanItem> items;
   for (const auto& parameter : unit.parameters()) items.push_back(plan_item(parameter->contract));
   const auto options = unit.runtime().plan_options();
   const auto plan = layout::plan_unit(unit.name(), items, options);
   layout::validate(plan, items, options);
   std::vector<std::unique_ptr<Bucket>> buckets;
-  std::vector<Relaid> moved;
+  std::vector<Rebucketed> moved;
   for (const auto& planned : plan.buckets) {
     const auto& bucket = buckets.emplace_back(unit.make_bucket(planned));
     bucket->set_number(buckets.size() - 1);
     for (std::size_t place = 0; place < planned.parameters.size(); ++place) {
       const auto& placed = planned.parameters[place];
       auto& parameter = *unit.parameters()[placed.parameter];
-      moved.push_back(relaid(unit, parameter, planned, placed));
+      moved.push_back(rebucketed(unit, parameter, planned, placed));
       parameter.bucket = buckets.size() - 1;
       parameter.place = place;
       show(parameter, *bucket, placed);
@@ -229,9 +229,9 @@ constexpr auto contract_of = [](const auto& item) { return item.view.contract; }
 
 }  // namespace
 
-void Optimizer::Inside::carry_state(const std::vector<fsdp::Relaid>& relaid,
+void Optimizer::Inside::carry_state(const std::vector<fsdp::Rebucketed>& rebucketed,
                                     std::vector<fsdp::Carried>& carried) {
-  for (const auto& moved : relaid) {
+  for (const auto& moved : rebucketed) {
     const auto found = std::ranges::find(items_, &moved.parameter->contract, contract_of);
     if (found == items_.end()) continue;
     auto& item = *found;
@@ -367,12 +367,12 @@ class TrainableChanger {
   }
 
   void move(fsdp::Unit& unit) {
-    const auto relaid = fsdp::lay_out_anew(unit);
+    const auto rebucketed = fsdp::rebucket(unit);
     std::vector<fsdp::Carried> carried;
-    for (const auto& moved : relaid) {
+    for (const auto& moved : rebucketed) {
       carried.push_back({&moved, moved.old_shard, moved.parameter->shard.variable_data()});
     }
-    for (auto* optimizer : followers_) optimizer->inside_->carry_state(relaid, carried);
+    for (auto* optimizer : followers_) optimizer->inside_->carry_state(rebucketed, carried);
     fsdp::carry(runtime_, unit, carried);
   }
 

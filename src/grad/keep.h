@@ -49,9 +49,9 @@ class KeepScope {
 bool is_recomputing();
 
 /// Of the innermost scope of such a run on this thread, where its mode is selective; else null.
-KeptResults* kept_here(CheckpointRun run);
+KeptResults* recorded_results(CheckpointRun run);
 /// What keep() does there, for a value that was computed elsewhere. Errors: as keep().
-at::Tensor take_kept(at::IntArrayRef sizes);
+at::Tensor next_recorded(at::IntArrayRef sizes);
 void add_kept(const at::Tensor& value);
 
 }  // namespace tessera::grad

@@ -33,7 +33,7 @@ struct Leaf {
 };
 
 /// Prepares a tensor: raw gradients of any dtype go to the leaf's sink and nowhere else; `.grad`
-/// becomes a tensor that throws when an optimizer touches it. Frozen leaves only get the mark of
+/// becomes a tensor that throws when an optimizer accesses it. Frozen leaves only get the mark of
 /// their owner.
 void install(const std::shared_ptr<Leaf>& leaf, bool trainable);
 /// Changes whether an installed leaf takes gradients.

@@ -157,7 +157,7 @@ void GradSink::accept_rows(SlotId id, const at::Tensor& rows, const at::Tensor& 
   if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, target);
 }
 
-std::optional<LentSlot> GradSink::lend(SlotId id, const RawLike& raw, Source source) {
+std::optional<SharedSlot> GradSink::lend(SlotId id, const RawLike& raw, Source source) {
   const auto& entry = slots_.at(id);
   const auto& contract = *entry.contract;
   check_dtype(entry, raw.dtype, source);
@@ -166,25 +166,25 @@ std::optional<LentSlot> GradSink::lend(SlotId id, const RawLike& raw, Source sou
   if (recording() != nullptr) return std::nullopt;  // it would be part of what is recorded
   if (contract.grad || raw.dtype != to_scalar_type(contract.accumulate)) return std::nullopt;
   const at::NoGradGuard no_grad;
-  const at::Tensor slot = entry.owner->lend_slot(entry.parameter);
+  const at::Tensor slot = entry.owner->share_slot(entry.parameter);
   if (!slot.defined()) return std::nullopt;
-  LentSlot lent(this, id, slot.view(raw.sizes));
+  SharedSlot shared(this, id, slot.view(raw.sizes));
   // Copied there it would have been, from wherever it is.
   if (slot.device() != raw.device) return std::nullopt;
-  return lent;
+  return shared;
 }
 
 bool GradSink::write(SlotId id, const Product& product, Source source) {
   if (!product.write) return false;
   TESSERA_INVARIANT(!product.reads.empty(), "a product of nothing");
-  auto lent = lend(id, {product.sizes, product.dtype, product.reads.front().device()}, source);
-  if (!lent) return false;
+  auto shared = lend(id, {product.sizes, product.dtype, product.reads.front().device()}, source);
+  if (!shared) return false;
   // Of memory that it reads a kernel would make the first part of what it writes there.
   for (const at::Tensor& read : product.reads) {
-    if (read.defined() && read.is_alias_of(lent->tensor())) return false;
+    if (read.defined() && read.is_alias_of(shared->tensor())) return false;
   }
-  product.write(product.reads, lent->tensor());
-  lent->give_back();
+  product.write(product.reads, shared->tensor());
+  shared->recycle();
   return true;
 }
 
@@ -195,7 +195,7 @@ void GradSink::end_loan(SlotId id, const at::Tensor& written, bool arrived) {
   if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, written);
 }
 
-LentSlot::~LentSlot() {
+SharedSlot::~SharedSlot() {
   if (sink_ == nullptr) return;
   try {
     sink_->end_loan(id_, tensor_, /*arrived=*/false);
@@ -204,8 +204,8 @@ LentSlot::~LentSlot() {
   }
 }
 
-void LentSlot::give_back() {
-  TESSERA_INVARIANT(sink_ != nullptr, "a lent slot that was given back before");
+void SharedSlot::recycle() {
+  TESSERA_INVARIANT(sink_ != nullptr, "a shared slot that was given back before");
   std::exchange(sink_, nullptr)->end_loan(id_, tensor_, /*arrived=*/true);
 }
 
@@ -289,33 +289,35 @@ void WeightGradStore::put(SlotId slot, Product product, const comm::Stream& made
   if (auto* here = recording()) here->deferred(sink_, slot, product);
   const std::string& parameter = sink_.contract(slot).name;
   std::string layer = parameter.substr(0, parameter.rfind('.'));
-  owed_.push_back(
+  pending_.push_back(
       {group_, sink_.promise(slot, std::move(layer), group_), std::move(product), made_on});
 }
 
 void WeightGradStore::form(std::size_t place) {
-  const auto at = owed_.begin() + static_cast<std::ptrdiff_t>(place);
+  const auto at = pending_.begin() + static_cast<std::ptrdiff_t>(place);
   // Its inputs are given back before the next product is formed.
-  const Owed owed = std::move(*at);
-  owed_.erase(at);
+  const PendingBackward pending = std::move(*at);
+  pending_.erase(at);
   if (const auto* hook = test_hooks::hands_in.get()) {
-    return (*hook)(sink_.contract(owed.ticket.slot()).name, [this, owed] { hand_in(owed); });
+    return (*hook)(sink_.contract(pending.ticket.slot()).name,
+                   [this, pending] { hand_in(pending); });
   }
-  hand_in(owed);
+  hand_in(pending);
 }
 
-void WeightGradStore::hand_in(const Owed& owed) {
-  const auto here = owed.made_on ? comm::Stream::current(owed.made_on.device()) : comm::Stream();
-  comm::order(owed.made_on, here, comm::EventSite::kDeferred);
-  sink_.redeem(owed.ticket, owed.product);
+void WeightGradStore::hand_in(const PendingBackward& pending) {
+  const auto here =
+      pending.made_on ? comm::Stream::current(pending.made_on.device()) : comm::Stream();
+  comm::order(pending.made_on, here, comm::EventSite::kDeferred);
+  sink_.redeem(pending.ticket, pending.product);
   // They are freed there.
-  comm::order(here, owed.made_on, comm::EventSite::kDeferred);
+  comm::order(here, pending.made_on, comm::EventSite::kDeferred);
 }
 
 void WeightGradStore::form_all() {
-  if (owed_.empty()) return;
+  if (pending_.empty()) return;
   const at::NoGradGuard no_grad;
-  while (!owed_.empty()) form(0);
+  while (!pending_.empty()) form(0);
 }
 
 void WeightGradStore::run() {
@@ -325,13 +327,13 @@ void WeightGradStore::run() {
 
 void WeightGradStore::run(WeightGradGroup group) {
   const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < owed_.size();) {
-    owed_[i].group == group ? form(i) : static_cast<void>(++i);
+  for (std::size_t i = 0; i < pending_.size();) {
+    pending_[i].group == group ? form(i) : static_cast<void>(++i);
   }
 }
 
 void WeightGradStore::drop() {
-  owed_.clear();
+  pending_.clear();
   counted_ = 0;
 }
 

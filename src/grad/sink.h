@@ -7,7 +7,7 @@
 // A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate`
 // dtype: cast and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the
 // contract's `grad` asks for a rounding. What arrives first is a copy alone, which a kernel that
-// writes its result into the slot saves: it is lent the slot for that. [Note: direct slots]
+// writes its result into the slot saves: it is shared the slot for that. [Note: direct slots]
 // Gradients are never counted ([Note: readiness] of fsdp/runtime/runtime.h); only tickets are. The
 // sink owns no memory and starts no collective: slots belong to a SlotOwner (fsdp/runtime/bucket.h).
 // Threads: those that run the rank's backward, one at a time.
@@ -49,8 +49,8 @@ class SlotOwner {
   /// The same for a kernel that writes the whole of it: [numel], where nothing is in it yet and
   /// nobody would have to be waited for, else undefined, and nothing happened. Nothing has arrived
   /// before end_loan() says so. Errors: as open_slot().
-  virtual at::Tensor lend_slot(std::size_t parameter) = 0;
-  /// Once for each that lend_slot() gave. Not `arrived`: as if nobody had asked, whatever stands in
+  virtual at::Tensor share_slot(std::size_t parameter) = 0;
+  /// Once for each that share_slot() gave. Not `arrived`: as if nobody had asked, whatever stands in
   /// it.
   virtual void end_loan(std::size_t parameter, bool arrived) = 0;
   /// A ticket of this owner was opened (+1) or closed (-1).
@@ -91,27 +91,27 @@ struct Product {
 /// it is the same product, with the same bits: the slot is as contiguous and as aligned as fresh
 /// memory. Later arrivals are formed beside it and added, since a product that adds to what stands
 /// there rounds otherwise. Given back once, on the stream on which the kernel was launched, which
-/// is the one that was current when it was lent; not given back (the kernel threw) it is as if
+/// is the one that was current when it was shared; not given back (the kernel threw) it is as if
 /// nobody had asked. It lives no longer than sink and unit. Threads: as the sink.
-class LentSlot {
+class SharedSlot {
  public:
-  LentSlot(LentSlot&& other) noexcept
+  SharedSlot(SharedSlot&& other) noexcept
       : sink_(std::exchange(other.sink_, nullptr)),
         id_(other.id_),
         tensor_(std::move(other.tensor_)) {}
-  LentSlot& operator=(LentSlot&&) = delete;
-  LentSlot(const LentSlot&) = delete;
-  LentSlot& operator=(const LentSlot&) = delete;
-  ~LentSlot();
+  SharedSlot& operator=(SharedSlot&&) = delete;
+  SharedSlot(const SharedSlot&) = delete;
+  SharedSlot& operator=(const SharedSlot&) = delete;
+  ~SharedSlot();
 
   /// As the tensor of this rank's layer, contiguous, `accumulate`.
   const at::Tensor& tensor() const { return tensor_; }
   /// It is written: the gradient has arrived. Errors: kInternal for a second time.
-  void give_back();
+  void recycle();
 
  private:
   friend class GradSink;
-  LentSlot(GradSink* sink, SlotId id, at::Tensor tensor)
+  SharedSlot(GradSink* sink, SlotId id, at::Tensor tensor)
       : sink_(sink), id_(id), tensor_(std::move(tensor)) {}
 
   GradSink* sink_;  // null: it was given back, or moved from
@@ -173,8 +173,8 @@ class GradSink {
   /// arrival, of a parameter without `grad`, in the dtype of the slot and on its device. Else none,
   /// nothing happened, and the gradient goes through accept(). Where it was put off, the source
   /// says so. Errors: as accept().
-  std::optional<LentSlot> lend(SlotId slot, const RawLike& raw, Source source);
-  /// Lets `product` write its gradient into the slot, where that may be lent and is nothing that
+  std::optional<SharedSlot> lend(SlotId slot, const RawLike& raw, Source source);
+  /// Lets `product` write its gradient into the slot, where that may be shared and is nothing that
   /// the product reads; else false, and nothing happened. Errors: as lend(), those of the product.
   bool write(SlotId slot, const Product& product, Source source);
 
@@ -187,7 +187,7 @@ class GradSink {
   /// Hands it in. Errors: kContract for a ticket that was redeemed before (in whatever step), or
   /// dropped, naming parameter, layer and micro-batch; for one of another sink.
   void redeem(const Ticket& ticket, const at::Tensor& raw);
-  /// The same, formed now: in the slot, where that may be lent.
+  /// The same, formed now: in the slot, where that may be shared.
   void redeem(const Ticket& ticket, const Product& product);
   /// Throws kContract naming every ticket that is still open. `before`: what it stands in front of.
   void require_all_redeemed(const char* before) const;
@@ -217,7 +217,7 @@ class GradSink {
     std::vector<std::int64_t> local_shape;  // empty: the contract's
   };
   static Entry entry_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
-  friend class LentSlot;
+  friend class SharedSlot;
   void end_loan(SlotId slot, const at::Tensor& written, bool arrived);
   static const std::vector<std::int64_t>& shape_of(const Entry& entry);
   static void check_dtype(const Entry& entry, at::ScalarType dtype, Source source);
@@ -264,20 +264,20 @@ class WeightGradStore {
   void run(WeightGradGroup group);
   /// Forgets everything (after an exception); the sink forgets the tickets.
   void drop();
-  std::size_t size() const { return owed_.size(); }
+  std::size_t size() const { return pending_.size(); }
 
  private:
-  struct Owed {
+  struct PendingBackward {
     WeightGradGroup group;
     Ticket ticket;
     Product product;
     comm::Stream made_on;
   };
   void form(std::size_t place);  ///< in `owed_`
-  void hand_in(const Owed& owed);
+  void hand_in(const PendingBackward& pending);
 
   GradSink& sink_;
-  std::deque<Owed> owed_;
+  std::deque<PendingBackward> pending_;
   WeightGradGroup group_;
   std::int64_t counted_ = 0;
 };

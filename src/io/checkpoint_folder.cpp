@@ -252,13 +252,13 @@ const CheckpointTensor& CheckpointFolder::checked(std::string_view name, std::in
   return *tensor;
 }
 
-std::vector<CheckpointFolder::Stretch> CheckpointFolder::stretches(std::string_view name,
-                                                                   const TensorBox& box,
-                                                                   std::int64_t begin,
-                                                                   std::int64_t end) const {
+std::vector<CheckpointFolder::Chunk> CheckpointFolder::chunks(std::string_view name,
+                                                              const TensorBox& box,
+                                                              std::int64_t begin,
+                                                              std::int64_t end) const {
   const CheckpointTensor& tensor = checked(name, 0, 0);
   const bool is_whole = box == TensorBox::whole(tensor.shape);
-  std::vector<Stretch> found;
+  std::vector<Chunk> found;
   for (const CheckpointPiece& piece : tensor.pieces) {
     layout::Range part{std::max(piece.begin, begin), std::min(piece.end, end)};  // of its box
     std::int64_t position = part.begin;                                          // in `box`

@@ -64,7 +64,7 @@ class CheckpointFolder {
   /// Names of all files with data, rank_2 before rank_10: the work that ranks divide.
   std::vector<std::string> data_files() const;
   /// Compares a file's content with the manifest's hash: reads it through once, and leaves bytes
-  /// that are wanted where they are wanted (stretches() says which those are). Errors: kFormat
+  /// that are wanted where they are wanted (chunks() says which those are). Errors: kFormat
   /// naming the file; kIo.
   void verify(const std::string& file, std::vector<WantedBytes> wanted = {}) const;
   /// Every file, and every tensor's pieces. Errors: as verify() and find().
@@ -81,7 +81,7 @@ class CheckpointFolder {
                 std::span<std::byte> out) const;
 
   /// Elements of a box that lie one after the other from `offset` of a file on.
-  struct Stretch {
+  struct Chunk {
     std::string file;
     std::int64_t offset = 0;
     layout::Range elements;
@@ -89,8 +89,8 @@ class CheckpointFolder {
   /// Where the elements [begin, end) of the flattened `box` lie, for who reads whole files anyway:
   /// none where a piece holds them in rows of another box; read_box() puts those together. Errors:
   /// as read().
-  std::vector<Stretch> stretches(std::string_view name, const TensorBox& box, std::int64_t begin,
-                                 std::int64_t end) const;
+  std::vector<Chunk> chunks(std::string_view name, const TensorBox& box, std::int64_t begin,
+                            std::int64_t end) const;
 
  private:
   const CheckpointTensor& checked(std::string_view name, std::int64_t begin,

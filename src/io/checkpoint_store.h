@@ -56,7 +56,7 @@ class CheckpointStore {
   void finish(std::int64_t step) const;
   void set_latest(std::int64_t step) const;  ///< Errors: kIo.
   /// Removes complete checkpoints older than the newest `count` up to `step` (0: none). Later ones
-  /// are not touched: another attempt's, or the user's. Errors: kIo.
+  /// are not accessed: another attempt's, or the user's. Errors: kIo.
   void keep(std::int64_t count, std::int64_t step) const;
 
  private:

@@ -124,7 +124,7 @@ void require_config(const fs::path& folder) {
 
 /// Warns of a single file next to an index. Both may hold the whole model (some exports do), but no
 /// file says so: the one that is not read may be the later one.
-void say_what_is_beside_an_index(const fs::path& folder) {
+void log_files_next_to_index(const fs::path& folder) {
   if (!is_there(folder / kIndexFile)) return;
   std::string others;
   try {
@@ -157,7 +157,7 @@ HfFolder HfFolder::open(const fs::path& folder) {
   model.path_ = folder;
   model.config_text_ = read_config_text(file_inside(folder, "config.json"));
   if (is_there(folder / kSingleFile)) {
-    say_what_is_beside_an_index(folder);
+    log_files_next_to_index(folder);
     model.add_file(file_inside(folder, std::string(kSingleFile)));
   } else {
     TESSERA_CHECK(is_there(folder / kIndexFile), ErrorKind::kIo, folder.native(),

@@ -1,7 +1,7 @@
 // Safetensors files: read in place, and written when their tensors are known before the first byte.
 //
 // The header is read and checked at open (safetensors_header.h); the data stays in the file until a
-// range of it is touched. Bytes are handed out as bytes: the format does not promise alignment, so
+// range of it is accessed. Bytes are handed out as bytes: the format does not promise alignment, so
 // callers copy out of a span instead of casting it.
 //
 // A writer is given names, dtypes and shapes first, so that the header and all offsets are fixed;

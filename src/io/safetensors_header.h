@@ -2,7 +2,7 @@
 //
 // A file is an 8-byte little-endian length, that many bytes of JSON, and the tensors' bytes one
 // after the other without a gap. Everything about it is checked here, before a byte of data is
-// touched, from the header and the file's size alone; the file itself is read by safetensors.h.
+// accessed, from the header and the file's size alone; the file itself is read by safetensors.h.
 // Source: github.com/huggingface/safetensors, README, "Format".
 #pragma once
 

@@ -146,26 +146,26 @@ std::optional<TokenFileInfo> parse_shard_header(std::span<const std::byte> begin
 
 TokenFileInfo read_token_file_info(const std::filesystem::path& path) {
   const InputFile file(path);
-  std::filesystem::path beside = path;
-  beside.replace_extension(".json");
-  const TokenFileInfo info = describe_tokens(file, beside);
+  std::filesystem::path other = path;
+  other.replace_extension(".json");
+  const TokenFileInfo info = describe_tokens(file, other);
   const std::int64_t expected = info.header_bytes + info.num_tokens * size_of(info.dtype);
   TESSERA_CHECK(file.size_bytes() == expected, ErrorKind::kFormat, path.native(), ": found ",
                 file.size_bytes(), " bytes, expected ", expected, " for the ", info.num_tokens, " ",
                 to_string(info.dtype), " tokens that ",
-                info.header_bytes > 0 ? std::string("its header") : beside.native(), " states");
+                info.header_bytes > 0 ? std::string("its header") : other.native(), " states");
   return info;
 }
 
 TokenFile::TokenFile(const std::filesystem::path& path)
     : info_(read_token_file_info(path)), tokens_(path) {
   tokens_.advise(Access::kRandom);
-  std::filesystem::path beside = path;
-  beside.replace_extension(".mask.bin");
+  std::filesystem::path other = path;
+  other.replace_extension(".mask.bin");
   std::error_code ignored;
-  if (!std::filesystem::exists(std::filesystem::symlink_status(beside, ignored))) return;
-  mask_.emplace(beside);
-  TESSERA_CHECK(mask_->size_bytes() == info_.num_tokens, ErrorKind::kFormat, beside.native(),
+  if (!std::filesystem::exists(std::filesystem::symlink_status(other, ignored))) return;
+  mask_.emplace(other);
+  TESSERA_CHECK(mask_->size_bytes() == info_.num_tokens, ErrorKind::kFormat, other.native(),
                 ": found ", mask_->size_bytes(), " bytes, expected one a token, ",
                 info_.num_tokens);
   mask_->advise(Access::kRandom);
@@ -255,7 +255,7 @@ std::vector<fs::path> text_files(const fs::path& path) {
   return files;
 }
 
-struct JoinedTokens::Stretch {
+struct JoinedTokens::Chunk {
   TokenSource& part;
   std::int64_t begin;  // in the part
   std::int64_t count;
@@ -268,10 +268,10 @@ JoinedTokens::JoinedTokens(std::vector<std::unique_ptr<TokenSource>> parts)
   for (const auto& part : parts_) ends_.push_back(end += part->num_tokens());
 }
 
-std::vector<JoinedTokens::Stretch> JoinedTokens::stretches(std::int64_t begin,
-                                                           std::int64_t count) const {
+std::vector<JoinedTokens::Chunk> JoinedTokens::chunks(std::int64_t begin,
+                                                      std::int64_t count) const {
   check_range(begin, static_cast<std::size_t>(count));
-  std::vector<Stretch> found;
+  std::vector<Chunk> found;
   auto at = static_cast<std::size_t>(std::ranges::upper_bound(ends_, begin) - ends_.begin());
   for (; count > 0; ++at) {
     const std::int64_t here = std::min(count, ends_[at] - begin);
@@ -283,9 +283,9 @@ std::vector<JoinedTokens::Stretch> JoinedTokens::stretches(std::int64_t begin,
 }
 
 void JoinedTokens::copy(std::int64_t begin, std::span<std::int64_t> out) const {
-  for (const Stretch& stretch : stretches(begin, std::ssize(out))) {
-    stretch.part.copy(stretch.begin, out.first(static_cast<std::size_t>(stretch.count)));
-    out = out.subspan(static_cast<std::size_t>(stretch.count));
+  for (const Chunk& chunk : chunks(begin, std::ssize(out))) {
+    chunk.part.copy(chunk.begin, out.first(static_cast<std::size_t>(chunk.count)));
+    out = out.subspan(static_cast<std::size_t>(chunk.count));
   }
 }
 
@@ -294,17 +294,17 @@ bool JoinedTokens::has_mask() const {
 }
 
 void JoinedTokens::copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const {
-  for (const Stretch& stretch : stretches(begin, std::ssize(out))) {
-    stretch.part.copy_mask(stretch.begin, out.first(static_cast<std::size_t>(stretch.count)));
-    out = out.subspan(static_cast<std::size_t>(stretch.count));
+  for (const Chunk& chunk : chunks(begin, std::ssize(out))) {
+    chunk.part.copy_mask(chunk.begin, out.first(static_cast<std::size_t>(chunk.count)));
+    out = out.subspan(static_cast<std::size_t>(chunk.count));
   }
 }
 
 bool JoinedTokens::has_target(std::int64_t begin, std::int64_t end) {
-  return std::ranges::any_of(
-      stretches(begin, std::max<std::int64_t>(end - begin, 0)), [](const Stretch& stretch) {
-        return stretch.part.has_target(stretch.begin, stretch.begin + stretch.count);
-      });
+  return std::ranges::any_of(chunks(begin, std::max<std::int64_t>(end - begin, 0)),
+                             [](const Chunk& chunk) {
+                               return chunk.part.has_target(chunk.begin, chunk.begin + chunk.count);
+                             });
 }
 
 void JoinedTokens::check_vocabulary(std::int64_t vocab_size) const {
@@ -312,7 +312,7 @@ void JoinedTokens::check_vocabulary(std::int64_t vocab_size) const {
 }
 
 TokenPlace JoinedTokens::place(std::int64_t position) const {
-  const auto found = stretches(position, 1);
+  const auto found = chunks(position, 1);
   return found.front().part.place(found.front().begin);
 }
 

@@ -152,9 +152,9 @@ class JoinedTokens : public TokenSource {
   std::vector<std::string> files() const override;
 
  private:
-  struct Stretch;
+  struct Chunk;
   /// What [begin, begin + count) is of which parts.
-  std::vector<Stretch> stretches(std::int64_t begin, std::int64_t count) const;
+  std::vector<Chunk> chunks(std::int64_t begin, std::int64_t count) const;
 
   std::vector<std::unique_ptr<TokenSource>> parts_;
   std::vector<std::int64_t> ends_;

@@ -127,7 +127,7 @@ Issued compare(const IssuedHashes& one, const IssuedHashes& other) {
   const std::uint64_t before_one = one.count - common;
   const std::uint64_t before_other = other.count - common;
   if (before_one >= one.latest.size() || before_other >= other.latest.size()) {
-    return Issued::kTooFarApart;
+    return Issued::kTooFar;
   }
   return one.latest[before_one] == other.latest[before_other] ? Issued::kSame : Issued::kDifferent;
 }

@@ -55,7 +55,7 @@ struct IssuedHashes {
   bool of_messages = false;
 };
 
-enum class Issued : std::uint8_t { kSame, kDifferent, kTooFarApart };
+enum class Issued : std::uint8_t { kSame, kDifferent, kTooFar };
 /// Whether two ranks have issued the same as far as both have come. Not of messages.
 Issued compare(const IssuedHashes& one, const IssuedHashes& other);
 

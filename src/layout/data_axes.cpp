@@ -80,8 +80,8 @@ void check_known_axes(MeshKind kind, const MeshShape& shape, const std::string& 
   }
 }
 
-void check_apart(const MeshShape& shape, const std::vector<std::string_view>& names,
-                 const std::string& what) {
+void check_distinct(const MeshShape& shape, const std::vector<std::string_view>& names,
+                    const std::string& what) {
   try {
     if (!names.empty()) (void)shape.group_of(0, names);
   } catch (const Error& error) {
@@ -101,7 +101,7 @@ ReductionPlan reductions_of(const ParameterLayout& layout, const DataAxes& data,
   }
   check_known_axes(layout.mesh, shape, what);
   check_all_declared(layout, shape, what);
-  check_apart(shape, names, what);
+  check_distinct(shape, names, what);
   ReductionPlan plan = data.dense;
   if (layout.mesh == MeshKind::kSparse) {
     plan.shard_axes.clear();

@@ -86,8 +86,8 @@ std::shared_ptr<nn::TokenMixer> delta_net(const ModelSpec& spec, const LocalSize
                           .conv_width = linear.linear_conv_kernel_dim,
                           .norm_eps = spec.rms_norm_eps,
                           .region = sizes.axes.tensor,
-                          .projections = traits(spec.family).delta_projections_apart
-                                             ? nn::DeltaNetOptions::Projections::kApart
+                          .projections = traits(spec.family).separate_delta_projections
+                                             ? nn::DeltaNetOptions::Projections::kSeparate
                                              : nn::DeltaNetOptions::Projections::kByKeyHead});
 }
 
@@ -175,7 +175,7 @@ void DecoderLayer::add_feed_forward(const ModelSpec& spec, const LocalSizes& siz
     return;
   }
   const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
-  const auto first = family.fused_projections ? nn::GateAndUp::kFused : nn::GateAndUp::kApart;
+  const auto first = family.fused_projections ? nn::GateAndUp::kFused : nn::GateAndUp::kSeparate;
   mlp_ = register_module(std::string(family.mlp_module),
                          std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size, bias,
                                                    sizes.axes.tensor, gate_of(family), first));

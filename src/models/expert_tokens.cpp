@@ -26,11 +26,11 @@ ExpertTokens::ExpertTokens(const ModelAxes& axes) : region_(axes.tensor) {
   if (region_.size() == 1) return;
   const ParallelDims& degrees = axes.degrees;
   if (degrees.etp > 1) {
-    way_ = Way::kAllCut;
+    mode_ = DispatchMode::kAllCut;
   } else if (degrees.router == RouterTokens::kAll) {
-    way_ = Way::kAllRouted;
+    mode_ = DispatchMode::kAllRouted;
   } else if (region_.sequence() == SequenceParallel::kNo) {
-    way_ = Way::kSliced;
+    mode_ = DispatchMode::kSliced;
   }
 }
 
@@ -39,9 +39,9 @@ at::Tensor ExpertTokens::enter(const at::Tensor& x) const {
 }
 
 at::Tensor ExpertTokens::routed(const at::Tensor& x, const at::Tensor& entered,
-                                Beside beside) const {
-  if (way_ != Way::kSliced) return flat(entered);
-  if (beside == Beside::kSharedExperts) return own_rows_of(flat(entered), region_.axis());
+                                SharedExperts other) const {
+  if (mode_ != DispatchMode::kSliced) return flat(entered);
+  if (other == SharedExperts::kSharedExperts) return own_rows_of(flat(entered), region_.axis());
   const at::Tensor tokens = flat(x);
   return parallel::slice(tokens, region_.axis(), {0, tokens.size(0)}, parallel::From::kInvariant,
                          "tokens of experts");
@@ -51,7 +51,7 @@ std::optional<at::Tensor> ExpertTokens::values_of_routed(const std::optional<at:
                                                          std::int64_t rows,
                                                          std::int64_t positions) const {
   if (!values || region_.size() == 1 || routes_all()) return values;
-  if (way_ == Way::kSliced) return own_rows(*values, region_.axis());
+  if (mode_ == DispatchMode::kSliced) return own_rows(*values, region_.axis());
   const std::int64_t all = positions * region_.size();
   TESSERA_CHECK(values->dim() == 2 && values->size(0) == rows * all, ErrorKind::kFormat,
                 "imposed routing or fillers: found ", values->sizes(), ", expected values of ",
@@ -61,11 +61,11 @@ std::optional<at::Tensor> ExpertTokens::values_of_routed(const std::optional<at:
 }
 
 at::Tensor ExpertTokens::sent(const at::Tensor& tokens) const {
-  return way_ == Way::kAllRouted ? own_rows_of(tokens, region_.axis()) : tokens;
+  return mode_ == DispatchMode::kAllRouted ? own_rows_of(tokens, region_.axis()) : tokens;
 }
 
 moe::Routing ExpertTokens::sent(const moe::Routing& routing) const {
-  if (way_ != Way::kAllRouted) return routing;
+  if (mode_ != DispatchMode::kAllRouted) return routing;
   moe::Routing own = routing;
   own.indices = own_rows(routing.indices, region_.axis());
   own.weights = own_rows_of(routing.weights, region_.axis());
@@ -73,7 +73,7 @@ moe::Routing ExpertTokens::sent(const moe::Routing& routing) const {
 }
 
 at::Tensor ExpertTokens::returned(const at::Tensor& y, at::IntArrayRef shape) const {
-  if (way_ == Way::kOwn || way_ == Way::kAllCut) return y.view(shape);
+  if (mode_ == DispatchMode::kOwn || mode_ == DispatchMode::kAllCut) return y.view(shape);
   const std::int64_t tokens = c10::multiply_integers(shape.begin(), shape.end() - 1);
   return parallel::pad(y, region_.axis(), {0, tokens}, "tokens of experts").view(shape);
 }

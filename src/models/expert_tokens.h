@@ -59,19 +59,21 @@ class ExpertTokens {
   explicit ExpertTokens(const ModelAxes& axes);
 
   /// Every rank of the region sees the tokens of all: x is entered once, and the layer's exit sums.
-  bool sums_at_exit() const { return way_ != Way::kOwn; }
+  bool sums_at_exit() const { return mode_ != DispatchMode::kOwn; }
   /// The router sees all tokens, on every rank the same.
-  bool routes_all() const { return way_ == Way::kAllCut || way_ == Way::kAllRouted; }
+  bool routes_all() const {
+    return mode_ == DispatchMode::kAllCut || mode_ == DispatchMode::kAllRouted;
+  }
 
   /// x of the stream [B, t, H] -> what the region's ranks share: `all` as TensorRegion::enter gives
   /// it, where the layer's exit sums; else x.
   at::Tensor enter(const at::Tensor& x) const;
   /// Who else computes with what enter() gives.
-  enum class Beside : std::uint8_t { kNone, kSharedExperts };
+  enum class SharedExperts : std::uint8_t { kNone, kSharedExperts };
   /// The tokens that the router sees [M, H]; `entered` is enter(x). Beside shared experts they are
   /// taken from `entered`, whose backward sums anyway.
   at::Tensor routed(const at::Tensor& x, const at::Tensor& entered,
-                    Beside beside = Beside::kNone) const;
+                    SharedExperts other = SharedExperts::kNone) const;
   /// Cuts values by token [B*T, N], imposed indices or fillers, down to those of the tokens that the
   /// router sees. Errors: kFormat for another number of tokens.
   std::optional<at::Tensor> values_of_routed(const std::optional<at::Tensor>& values,
@@ -89,7 +91,7 @@ class ExpertTokens {
   RouterLoad counted(RouterLoad load) const;
 
  private:
-  enum class Way : std::uint8_t {
+  enum class DispatchMode : std::uint8_t {
     kOwn,        ///< own tokens
     kSliced,     ///< a part of a whole stream
     kAllCut,     ///< all tokens, experts cut over the axis
@@ -97,7 +99,7 @@ class ExpertTokens {
   };
 
   nn::TensorRegion region_;
-  Way way_ = Way::kOwn;
+  DispatchMode mode_ = DispatchMode::kOwn;
 };
 
 }  // namespace tessera::models

@@ -72,7 +72,7 @@ struct MoeNames {
 struct Multimodal {
   std::string_view architecture;
   std::string_view model_type;
-  std::vector<std::string_view> keys_beside;  ///< of it that say nothing about the text model
+  std::vector<std::string_view> other_keys;  ///< of it that say nothing about the text model
   /// Makes the keys of its text_config those of the family's own; null = they are.
   void (*as_text_model)(const ConfigReader& keys, nlohmann::json& text) = nullptr;
 };
@@ -142,7 +142,7 @@ struct FamilyTraits {
   bool attention_gate = false;
   /// Linear attention has one matrix for queries, keys and values, and one each for gates and
   /// rates.
-  bool delta_projections_apart = false;
+  bool separate_delta_projections = false;
   bool output_bias = true;         ///< attention_bias holds for o_proj, too
   bool gelu_mlp = false;           ///< the MLP's gate is GELU's tanh form, not SiLU
   bool relu_squared_mlp = false;   ///< it has no gate

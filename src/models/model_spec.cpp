@@ -172,15 +172,15 @@ nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& fami
   for (const std::string key :
        {"bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
         "tessera_tokenizer", "tie_word_embeddings", "torch_dtype"}) {
-    const nlohmann::json* beside = keys.take(key);
-    if (beside != nullptr && !config.contains(key)) config[key] = *beside;
+    const nlohmann::json* other = keys.take(key);
+    if (other != nullptr && !config.contains(key)) config[key] = *other;
   }
   if (family.whole->as_text_model != nullptr) {
     family.whole->as_text_model(ConfigReader(*text, "text_config."), config);
   }
   config["architectures"] = {family.architecture};
   keys.ignore({"architectures", "initializer_range", "model_type", "vision_config"});
-  for (const std::string_view key : family.whole->keys_beside) keys.ignore({key});
+  for (const std::string_view key : family.whole->other_keys) keys.ignore({key});
   settle_left_keys(keys, nullptr, left);
   return config;
 }

@@ -70,8 +70,8 @@ layout::FusedMatrices gate_and_up(const MoeSpec& moe, int dim) {
 
 /// Beside the product whose columns are cut. As a column-parallel layer's (nn/linear.h): A sees all
 /// of the inputs, and its gradient is an addend of each rank that has some of the outputs.
-moe::AdapterPlacement beside_gate_up(const ParallelDims& share, const MoeSpec& moe,
-                                     std::int64_t rank) {
+moe::AdapterPlacement gate_up_adapters(const ParallelDims& share, const MoeSpec& moe,
+                                       std::int64_t rank) {
   const bool as_they_stand = moe.activation == ExpertActivation::kClampedSwiglu || !moe.is_gated();
   return {expert_sum_layout(share),
           as_they_stand
@@ -82,7 +82,7 @@ moe::AdapterPlacement beside_gate_up(const ParallelDims& share, const MoeSpec& m
 
 /// Beside the one whose inputs are cut: the first factor's results are addends, so B's are too, and
 /// B's gradient is one.
-moe::AdapterPlacement beside_down(const ParallelDims& share) {
+moe::AdapterPlacement down_adapters(const ParallelDims& share) {
   return {expert_layout(share, 2), expert_sum_layout(share)};
 }
 
@@ -263,12 +263,12 @@ void ExpertBank::add_adapter(const std::string& product, const nn::LoraOptions& 
   const int in_dim = moe_.layout == ExpertLayout::kInOut ? 1 : 2;
   const moe::AdapterSizes sizes{matrices.size(0), matrices.size(in_dim), matrices.size(3 - in_dim),
                                 options.rank};
-  adapter = register_module(
-      product,
-      std::make_shared<moe::ExpertAdapter>(
-          sizes,
-          is_down ? beside_down(axes_.degrees) : beside_gate_up(axes_.degrees, moe_, options.rank),
-          options.scale));
+  adapter =
+      register_module(product, std::make_shared<moe::ExpertAdapter>(
+                                   sizes,
+                                   is_down ? down_adapters(axes_.degrees)
+                                           : gate_up_adapters(axes_.degrees, moe_, options.rank),
+                                   options.scale));
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes)
@@ -299,19 +299,20 @@ at::Tensor MoeLayer::shared(const at::Tensor& x, const at::Tensor& entered) {
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
   const at::Tensor entered = tokens_.enter(x);
-  const at::Tensor routed = tokens_.routed(
-      x, entered,
-      shared_experts_ ? ExpertTokens::Beside::kSharedExperts : ExpertTokens::Beside::kNone);
+  const at::Tensor routed =
+      tokens_.routed(x, entered,
+                     shared_experts_ ? ExpertTokens::SharedExperts::kSharedExperts
+                                     : ExpertTokens::SharedExperts::kNone);
   const moe::Routing routing = router_->route(
       router_->scores(routed), tokens_.values_of_routed(request.imposed, x.size(0), x.size(1)),
       expert_bias());
-  at::Tensor beside;
-  const auto run_shared = [&] { beside = shared(x, entered); };
+  at::Tensor other;
+  const auto run_shared = [&] { other = shared(x, entered); };
   const at::Tensor given = experts_->forward(
       tokens_.sent(routed), tokens_.sent(routing),
       shared_experts_ ? std::function<void()>(run_shared) : std::function<void()>());
   at::Tensor y = tokens_.returned(given, entered.sizes());
-  if (shared_experts_) y = y + beside;
+  if (shared_experts_) y = y + other;
   return {tokens_.leave(y), tokens_.counted(load_of(
                                 routing, request.statistics,
                                 tokens_.values_of_routed(request.fillers, x.size(0), x.size(1))))};

@@ -276,7 +276,7 @@ nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string
     rope.partial_rotary_factor =
         keys.number("partial_rotary_factor", {0.0, 1.0}).value_or(*around.partial_rotary_factor);
   } else {
-    keys.expect("partial_rotary_factor", 1.0, kWholeHeadTurns);
+    keys.expect("partial_rotary_factor", 1.0, kFullRotary);
   }
   if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, around, rope);
   if (rope.type == nn::RopeType::kYarn) read_yarn(keys, around, rope);
@@ -301,12 +301,12 @@ void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::R
                                      said(other, record, path), " there"));
 }
 
-void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
-                  const std::string& path, std::string_view key_in_record) {
-  const nlohmann::json* beside = keys.find(key);
+void check_repeated(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
+                    const std::string& path, std::string_view key_in_record) {
+  const nlohmann::json* other = keys.find(key);
   const auto inside = record.find(key_in_record);
-  if (beside == nullptr || beside->is_null() || inside == record.end() || inside->is_null()) return;
-  if (*beside == *inside) return;
+  if (other == nullptr || other->is_null() || inside == record.end() || inside->is_null()) return;
+  if (*other == *inside) return;
   keys.refuse(
       key, concat("the ", shown(*inside), " of ", path, ".", key_in_record, ", or one of the two"));
 }
@@ -314,7 +314,7 @@ void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json
 namespace {
 
 /// Values outside of the records, which replace those of the family.
-RopeAround beside_records(ConfigReader& keys, RopeAround around) {
+RopeAround outside_records(ConfigReader& keys, RopeAround around) {
   around.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
   const auto original = keys.integer("original_max_position_embeddings", kSize);
   if (original) around.original_max_position_embeddings = original;
@@ -328,7 +328,7 @@ RopeAround beside_records(ConfigReader& keys, RopeAround around) {
 }  // namespace
 
 nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family, LeftKeys& left) {
-  const RopeAround around = beside_records(keys, family);
+  const RopeAround around = outside_records(keys, family);
   const auto read = [&](const std::string& name) {
     const nlohmann::json* record = keys.take(name);
     std::optional<nn::RopeOptions> rope;
@@ -337,7 +337,7 @@ nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family, LeftKeys
     rope = read_rope_record(*record, name + ".", around, left);
     for (const char* key :
          {"rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}) {
-      check_beside(keys, key, *record, name, key);
+      check_repeated(keys, key, *record, name, key);
     }
     return rope;
   };

@@ -174,7 +174,7 @@ std::string read_tokenizer(ConfigReader& keys);
 /// Errors: kConfig for more elements of all parameters than byte counts can hold.
 void check_total(double elements);
 
-inline constexpr std::string_view kWholeHeadTurns = "rope turns the whole head";
+inline constexpr std::string_view kFullRotary = "rope turns the whole head";
 /// transformers takes an empty record for none.
 inline bool says_nothing(const nlohmann::json& record) {
   return record.is_object() && record.empty();
@@ -210,8 +210,8 @@ void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::R
                      const nlohmann::json& record, std::string_view path);
 /// Checks that a value of the old spelling equals that of the record at `path`, where both give it.
 /// Errors: kConfig with both.
-void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
-                  const std::string& path, std::string_view key_in_record);
+void check_repeated(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
+                    const std::string& path, std::string_view key_in_record);
 
 /// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
 /// family's name of the key: rope_type or type.

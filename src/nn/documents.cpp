@@ -72,10 +72,10 @@ RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x) 
 
 at::Tensor ends_of_runs(const at::Tensor& flags, const Documents& documents) {
   const at::Tensor position = at::arange(flags.size(1), flags.options().dtype(at::kLong));
-  at::Tensor goes_on = flags;  // from the position before
-  if (documents.are_packed()) goes_on = goes_on.logical_and(documents.starts != position);
+  at::Tensor resumes = flags;  // from the position before
+  if (documents.are_packed()) resumes = resumes.logical_and(documents.starts != position);
   // Of each position the next one at or behind it at which no run goes on.
-  const at::Tensor border = at::where(goes_on, flags.size(1), position);
+  const at::Tensor border = at::where(resumes, flags.size(1), position);
   const at::Tensor next =
       border.numel() == 0 ? border : std::get<0>(at::cummin(border.flip({1}), 1)).flip({1});
   const at::Tensor last = at::full({flags.size(0), 1}, flags.size(1), position.options());

@@ -28,14 +28,14 @@ enum class Gate : std::uint8_t {
   kNone,  ///< relu_squared of up alone
 };
 /// Whether gate and up are two matrices or rows of one, "gate_up_proj".
-enum class GateAndUp : std::uint8_t { kApart, kFused };
+enum class GateAndUp : std::uint8_t { kSeparate, kFused };
 
 class Mlp : public torch::nn::Module {
  public:
   /// `intermediate_size` of this rank. Fused: the gate is SiLU.
   Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias = Bias::kNo,
       const TensorRegion& region = {}, Gate gate = Gate::kSilu,
-      GateAndUp first = GateAndUp::kApart);
+      GateAndUp first = GateAndUp::kSeparate);
   /// x [..., hidden] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
   /// x inside the region, on all ranks the same -> an addend of every rank, not yet summed. No bias

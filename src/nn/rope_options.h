@@ -13,7 +13,7 @@ namespace tessera::nn {
 
 enum class RopeType : std::uint8_t {
   kDefault,
-  kLlama3,        ///< stretches long wavelengths by `factor`, keeps short ones, blends between
+  kLlama3,        ///< lengthens long wavelengths by `factor`, keeps short ones, blends between
   kProportional,  ///< turns the first pairs only, by the frequencies of the whole head over
                   ///< `factor`
   /// Slows a pair by `factor` where it turns less than `beta_slow` times in the original context,

@@ -133,9 +133,9 @@ Borders::Borders(const Schedule& schedule, std::vector<int> ids, const std::vect
     const auto back = std::ranges::count_if(boundary.activations, &BoundaryTensor::has_gradient) +
                       std::ssize(boundary.back);
     const auto most = std::max(std::ssize(boundary.activations), back);
-    TESSERA_CHECK(most <= comm::MailExtent::kTensors, ErrorKind::kContract,
+    TESSERA_CHECK(most <= comm::P2PExtent::kTensors, ErrorKind::kContract,
                   "border of a stage: found ", most, " tensors in a direction, expected at most ",
-                  comm::MailExtent::kTensors, "; make one of several of a dtype");
+                  comm::P2PExtent::kTensors, "; make one of several of a dtype");
     for (const auto& tensor : boundary.activations) {
       TESSERA_CHECK(!tensor.has_gradient || at::isFloatingType(tensor.dtype), ErrorKind::kContract,
                     "border of a stage: found a gradient of ", tensor.dtype,
@@ -199,13 +199,13 @@ std::uint64_t Agreement::renew(comm::Group* group, const ValidProgram& program,
   return all.step;
 }
 
-comm::MailTag::Direction mail_direction(Direction direction) {
-  using MailDirection = comm::MailTag::Direction;
-  return direction == Direction::kForward ? MailDirection::kForward : MailDirection::kBackward;
+comm::P2PTag::Direction p2p_direction(Direction direction) {
+  using P2PDirection = comm::P2PTag::Direction;
+  return direction == Direction::kForward ? P2PDirection::kForward : P2PDirection::kBackward;
 }
 
-comm::MailTag Messages::tag(const HandOver& what, std::size_t index) const {
-  return {step_, mail_direction(what.direction), what.from, what.micro_batch,
+comm::P2PTag Messages::tag(const HandOver& what, std::size_t index) const {
+  return {step_, p2p_direction(what.direction), what.from, what.micro_batch,
           static_cast<std::int32_t>(index)};
 }
 
@@ -218,7 +218,7 @@ void Messages::post(const HandOver& what, int from, const std::vector<BoundaryTe
   for (std::size_t i = 0; i < expected.size(); ++i) {
     const auto options = at::TensorOptions().dtype(expected[i].dtype).device(device_);
     const auto& into = receive.tensors.emplace_back(at::empty(expected[i].shape, options));
-    receive.transfers.push_back(mail_.receive(from, tag(what, i), into));
+    receive.transfers.push_back(p2p_.receive(from, tag(what, i), into));
   }
   receives_.emplace(what, std::move(receive));
 }
@@ -237,7 +237,7 @@ void Messages::send(const HandOver& what, int to, Tensors tensors) {
   for (std::size_t i = 0; i < sent.tensors.size(); ++i) {
     const auto hook = test_hooks::sent_tag.get();
     const auto tagged = hook == nullptr ? tag(what, i) : (*hook)(tag(what, i));
-    sent.transfers.push_back(mail_.send(to, tagged, sent.tensors[i]));
+    sent.transfers.push_back(p2p_.send(to, tagged, sent.tensors[i]));
   }
   sends_.push_back(std::move(sent));
 }

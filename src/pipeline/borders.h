@@ -1,7 +1,7 @@
 // Borders between stages: what both ends declare (tessera/pipeline.h), compared over the ranks of a
 // pipeline before anything is sent; and the messages that carry it across.
 //
-// A message is one transfer a tensor, tagged by what it is (comm/mail.h), so it meets its other end
+// A message is one transfer a tensor, tagged by what it is (comm/p2p.h), so it meets its other end
 // whatever else travels. Next: runner.h.
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "pipeline/schedule.h"
 #include "pipeline/valid_program.h"
 #include "tessera/pipeline.h"
@@ -36,7 +36,7 @@ void require_as_declared(const Tensors& found, const std::vector<BoundaryTensor>
                          const char* what);
 
 /// The same, as messages name it.
-comm::MailTag::Direction mail_direction(Direction direction);
+comm::P2PTag::Direction p2p_direction(Direction direction);
 
 /// What the stages of one rank declare for each micro-batch of a step.
 class Borders {
@@ -87,12 +87,12 @@ class Agreement {
 class Messages {
  public:
   /// `step`: different from that of all others that went through `mail`, the same on all its ranks.
-  Messages(comm::Mail& mail, std::uint64_t step, at::Device device)
-      : mail_(mail), step_(step), device_(device) {}
+  Messages(comm::P2P& p2p, std::uint64_t step, at::Device device)
+      : p2p_(p2p), step_(step), device_(device) {}
 
   /// Whether receives are better posted before the list asks for them.
-  bool gain_by_early_receives() const { return mail_.gains_by_early_receives(); }
-  /// `from`, `to`: ranks of the mail.
+  bool gain_by_early_receives() const { return p2p_.gains_by_early_receives(); }
+  /// `from`, `to`: ranks of the p2p.
   void post(const HandOver& what, int from, const std::vector<BoundaryTensor>& expected);
   /// Of a receive that was posted. Errors: kComm.
   Tensors wait_for(const HandOver& what);
@@ -125,10 +125,10 @@ class Messages {
     std::vector<std::unique_ptr<comm::Transfer>> transfers;  ///< end before their memory
   };
 
-  comm::MailTag tag(const HandOver& what, std::size_t index) const;
+  comm::P2PTag tag(const HandOver& what, std::size_t index) const;
   static void wait(const Open& open);
 
-  comm::Mail& mail_;
+  comm::P2P& p2p_;
   const std::uint64_t step_;
   const at::Device device_;
   std::map<HandOver, Open> receives_;

@@ -11,9 +11,9 @@ namespace {
 /// More of them than these are shortened in text.
 constexpr std::size_t kRoundsInFull = 3;
 
-std::string_view letter_of(Side side) { return side == Side::kForward ? "F" : "B"; }
+std::string_view op_of(Side side) { return side == Side::kForward ? "F" : "B"; }
 
-std::string to_string(const Turn& turn) { return concat(letter_of(turn.side), turn.piece + 1); }
+std::string to_string(const Turn& turn) { return concat(op_of(turn.side), turn.piece + 1); }
 
 void check_pieces(const Pieces& pieces, std::string_view side) {
   for (std::size_t i = 0; i < pieces.size(); ++i) {

@@ -25,24 +25,24 @@ class RankList {
 
   void forward(int chunk) { add({{ActionKind::kForward, stage(chunk), forwards(chunk)++}, {}}); }
   void backward(int chunk) { add({next_backward(chunk), {}}); }
-  void forward_beside_backward(int forward_chunk, int backward_chunk) {
+  void forward_with_backward(int forward_chunk, int backward_chunk) {
     const Action forward{ActionKind::kForward, stage(forward_chunk), forwards(forward_chunk)++};
     add({forward, next_backward(backward_chunk)});
   }
   /// I; its W is put off.
   void input_gradient(int chunk) {
     add({{ActionKind::kInputGradient, stage(chunk), input_gradients(chunk)++}, {}});
-    put_off_.push_back(chunk);
+    deferred_.push_back(chunk);
   }
   /// The W that was put off first, whichever stage it is of.
   void oldest_weight_gradient() {
-    const int chunk = put_off_.front();
-    put_off_.pop_front();
+    const int chunk = deferred_.front();
+    deferred_.pop_front();
     weight_gradient(chunk);
   }
   /// The W that was put off first of this stage.
   void weight_gradient_of(int chunk) {
-    put_off_.erase(std::ranges::find(put_off_, chunk));
+    deferred_.erase(std::ranges::find(deferred_, chunk));
     weight_gradient(chunk);
   }
   /// I, and W at once.
@@ -50,8 +50,10 @@ class RankList {
     input_gradient(chunk);
     weight_gradient_of(chunk);
   }
-  bool has_put_off(int chunk) const { return std::ranges::find(put_off_, chunk) != put_off_.end(); }
-  std::size_t put_off() const { return put_off_.size(); }
+  bool has_deferred(int chunk) const {
+    return std::ranges::find(deferred_, chunk) != deferred_.end();
+  }
+  std::size_t put_off() const { return deferred_.size(); }
 
   int& forwards(int chunk) { return counts(chunk).forwards; }
   int& input_gradients(int chunk) { return counts(chunk).input_gradients; }
@@ -82,7 +84,7 @@ class RankList {
 
   std::vector<int> stages_;
   std::vector<Counts> counts_;
-  std::deque<int> put_off_;  ///< chunks, oldest first
+  std::deque<int> deferred_;  ///< chunks, oldest first
   int micro_batches_;
   std::vector<Slot> slots_;
 };
@@ -170,7 +172,7 @@ void zero_bubble_v(RankList& list, int rank, const Shape& shape) {
     list.input_gradient(kLeft);
     list.weight_gradient_of(kLeft);
   });
-  while (list.has_put_off(kRight)) list.weight_gradient_of(kRight);
+  while (list.has_deferred(kRight)) list.weight_gradient_of(kRight);
   while (list.put_off() > 0) list.oldest_weight_gradient();
 }
 
@@ -207,13 +209,13 @@ void dual_pipe_v(RankList& list, int rank, const Shape& shape) {
       list.forward(kLeft);
       list.backward(kRight);
     } else {
-      list.forward_beside_backward(kLeft, kRight);
+      list.forward_with_backward(kLeft, kRight);
     }
-    list.forward_beside_backward(kRight, kLeft);
+    list.forward_with_backward(kRight, kLeft);
   }
   repeat(behind, [&] {
     list.backward(kRight);
-    list.forward_beside_backward(kRight, kLeft);
+    list.forward_with_backward(kRight, kLeft);
   });
   dual_pipe_v_turn_to_halves(list, rank);
   repeat(behind, [&] {
@@ -228,7 +230,7 @@ void dual_pipe_v(RankList& list, int rank, const Shape& shape) {
 void paired_one_f_one_b(RankList& list, int rank, const Shape& shape) {
   const int ahead = 2 * (shape.ranks - rank) - 1;
   repeat(std::min(shape.micro_batches, ahead), [&] { list.forward(0); });
-  repeat(std::max(0, shape.micro_batches - ahead), [&] { list.forward_beside_backward(0, 0); });
+  repeat(std::max(0, shape.micro_batches - ahead), [&] { list.forward_with_backward(0, 0); });
   repeat(std::min(shape.micro_batches, ahead), [&] { list.backward(0); });
 }
 

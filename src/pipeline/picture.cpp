@@ -18,7 +18,7 @@ constexpr double kWidest = 16000.0;  // of all of a row; browsers draw no more
 constexpr double kLegend = 26.0;
 
 struct Colour {
-  std::string_view letter;
+  std::string_view op;
   std::string_view name;
   std::array<std::string_view, 2> fill;  ///< of the first stage of a rank, of later ones
 };
@@ -83,7 +83,7 @@ class Picture {
       const TimeSpan& time = simulated_.ranks[at].slots[i];
       text_ += concat("<g><title>", to_string(slot), ", ", number(time.begin), " to ",
                       number(time.end), "</title>");
-      const double height = slot.beside ? kBox / 2 : kBox;
+      const double height = slot.paired ? kBox / 2 : kBox;
       double y = top;
       slot.each([&](const Action& action) {
         box(action, action.stage == stages.front() ? 0 : 1, time, y, height);
@@ -111,7 +111,7 @@ class Picture {
                       "\" width=\"12\" height=\"12\" "
                       "fill=\"",
                       colour.fill[0], "\"/><text x=\"", number(x + 16), "\" y=\"", number(y + 10),
-                      "\">", colour.letter, " ", colour.name, "</text>\n");
+                      "\">", colour.op, " ", colour.name, "</text>\n");
       x += 40.0 + 6.0 * static_cast<double>(colour.name.size());
     }
   }

@@ -120,7 +120,7 @@ std::vector<Step> with_moves(const std::vector<Step>& steps, const Moves& moves)
 
 struct StepText {
   std::string operator()(const Slot& slot) const {
-    return slot.beside ? to_string(slot) + "OVERLAP_F_B" : to_string(slot);
+    return slot.paired ? to_string(slot) + "OVERLAP_F_B" : to_string(slot);
   }
   std::string operator()(const Transfer& transfer) const {
     return concat(transfer.stage(), transfer.end == Transfer::End::kSend ? "SEND_" : "RECV_",

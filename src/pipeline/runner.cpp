@@ -31,7 +31,7 @@ namespace {
 
 using torch::autograd::Edge;
 
-static_assert(kMostCells <= comm::MailExtent::kMostCells, "each has a number of its own in a tag");
+static_assert(kMostCells <= comm::P2PExtent::kMostCells, "each has a number of its own in a tag");
 
 /// A micro-batch in a stage, between its F and its B or I.
 struct Flight {
@@ -191,7 +191,7 @@ class Walk {
 
   /// Small receives are posted before the list asks for them: a send whose receive is known leaves
   /// at once, else its ends exchange two messages more, which takes longer than a short slot
-  /// (Mail::gains_by_early_receives).
+  /// (P2P::gains_by_early_receives).
   void post_small_ones() {
     constexpr std::size_t kMost = 8;
     constexpr std::int64_t kSmall = 16 << 10;
@@ -256,13 +256,13 @@ class Walk {
     if (messages_ != nullptr && messages_->gain_by_early_receives()) post_small_ones();
     // All that it needs is here before its time begins: a trace shows computing and waits apart.
     Tensors first = wait_for(slot.action);
-    Tensors second = slot.beside ? wait_for(*slot.beside) : Tensors{};
+    Tensors second = slot.paired ? wait_for(*slot.paired) : Tensors{};
     if (messages_ != nullptr) messages_->let_go();
     Trace* const trace = current_trace();
     const auto begin = trace != nullptr ? trace->now() : TraceClock::time_point();
     const auto exchanged = base::exchange_times();
-    if (slot.beside) {
-      side_by_side(slot.action, std::move(first), *slot.beside, std::move(second));
+    if (slot.paired) {
+      side_by_side(slot.action, std::move(first), *slot.paired, std::move(second));
     } else {
       compute(slot.action, std::move(first));
     }
@@ -496,9 +496,9 @@ class Walk {
 };
 
 /// All ways that messages of any rank take.
-std::set<comm::MailRoute> routes_of(const ValidProgram& program) {
+std::set<comm::P2PRoute> routes_of(const ValidProgram& program) {
   const auto& rank_of = program.schedule().rank_of;
-  std::set<comm::MailRoute> routes;
+  std::set<comm::P2PRoute> routes;
   for (const auto& steps : program.program().steps) {
     for (const Step& step : steps) {
       const auto* transfer = std::get_if<Transfer>(&step);
@@ -506,7 +506,7 @@ std::set<comm::MailRoute> routes_of(const ValidProgram& program) {
       const HandOver& what = transfer->what;
       const int from = rank_of[static_cast<std::size_t>(what.from)];
       const int to = rank_of[static_cast<std::size_t>(what.to())];
-      routes.insert(comm::MailRoute{from, to, mail_direction(what.direction)});
+      routes.insert(comm::P2PRoute{from, to, p2p_direction(what.direction)});
     }
   }
   return routes;
@@ -519,19 +519,19 @@ Ties ties_of(const Mesh& mesh) {
   const auto ranks = mesh.ranks_of({axis::kPipeline});
   if (ranks.size() == 1) return ties;
   ties.group = mesh.world()->group(ranks, "pipeline control");
-  ties.mail = comm::mail_of(*mesh.world(), ranks);
+  ties.p2p = comm::p2p_of(*mesh.world(), ranks);
   return ties;
 }
 
 Runner::Runner(Ties ties) : ties_(std::move(ties)) {
-  TESSERA_INVARIANT((ties_.mail == nullptr) == (ties_.group == nullptr),
+  TESSERA_INVARIANT((ties_.p2p == nullptr) == (ties_.group == nullptr),
                     "mail and group have the same ranks");
 }
 
 std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<Stage*>& stages,
                                  const Parameters& parameters) {
   const auto& schedule = program.schedule();
-  const int ranks = ties_.mail != nullptr ? ties_.mail->size() : 1;
+  const int ranks = ties_.p2p != nullptr ? ties_.p2p->size() : 1;
   TESSERA_CHECK(schedule.ranks() == ranks, ErrorKind::kConfig, "pipeline schedule: found ",
                 schedule.ranks(), " ranks, expected the ", ranks, " of the pipeline");
   auto ids = schedule.stages_of(rank());
@@ -540,7 +540,7 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
                 " of the schedule");
   std::string place = "before its first slot";
   try {
-    if (ties_.mail != nullptr && ties_.mail->matches_by_order() &&
+    if (ties_.p2p != nullptr && ties_.p2p->matches_by_order() &&
         !in_order_.contains(program.hash())) {
       program.require_messages_in_order();
       in_order_.insert(program.hash());
@@ -548,16 +548,16 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
     require_few_cells(schedule.stages(), schedule.micro_batches, ErrorKind::kUsage, "pipeline");
     const Borders borders(schedule, ids, stages);
     const auto step = agreement_.renew(ties_.group.get(), program, borders,
-                                       ties_.mail != nullptr ? ties_.mail->next_step() : 0);
+                                       ties_.p2p != nullptr ? ties_.p2p->next_step() : 0);
     std::optional<Messages> messages;
-    if (ties_.mail != nullptr) {
+    if (ties_.p2p != nullptr) {
       // A tag is used once: also where a failure has left some ranks a step behind.
-      ties_.mail->begin_step(step, {schedule.stages(), schedule.micro_batches});
+      ties_.p2p->begin_step(step, {schedule.stages(), schedule.micro_batches});
       if (!connected_.contains(program.hash())) {
-        ties_.mail->connect(routes_of(program));
+        ties_.p2p->connect(routes_of(program));
         connected_.insert(program.hash());
       }
-      messages.emplace(*ties_.mail, step, ties_.device);
+      messages.emplace(*ties_.p2p, step, ties_.device);
     }
     Walk walk(program, rank(), stages, borders, messages ? &*messages : nullptr, parameters);
     const DoingHere doing([&walk] { return walk.place(); });

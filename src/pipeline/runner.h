@@ -27,7 +27,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "pipeline/borders.h"
 #include "pipeline/valid_program.h"
 #include "tessera/pipeline.h"
@@ -39,11 +39,11 @@ class StepScope;
 
 namespace tessera::pipeline {
 
-/// What one rank of a pipeline talks through. Mail and group have the ranks of the pipeline in
+/// What one rank of a pipeline talks through. P2P and group have the ranks of the pipeline in
 /// their order; both are null where there is one.
 struct Ties {
   std::shared_ptr<World> world;  ///< told of failures
-  std::shared_ptr<comm::Mail> mail;
+  std::shared_ptr<comm::P2P> p2p;
   std::shared_ptr<comm::Group> group;  ///< control messages
   at::Device device = at::kCPU;        ///< the World's: of what arrives
 };
@@ -62,7 +62,7 @@ class Runner {
  public:
   explicit Runner(Ties ties);
 
-  int rank() const { return ties_.mail != nullptr ? ties_.mail->rank() : 0; }
+  int rank() const { return ties_.p2p != nullptr ? ties_.p2p->rank() : 0; }
 
   /// A step. `stages`: those of this rank, ascending. The scope is finished here. Without a
   /// backward (Passes::kForward) no graph is made. Returns what the last stage's forward returned

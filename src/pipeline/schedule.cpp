@@ -19,8 +19,8 @@ std::optional<int> take_number(std::string_view& text, int limit) {
   return number;
 }
 
-std::optional<ActionKind> kind_of(char letter) {
-  switch (letter) {
+std::optional<ActionKind> kind_of(char op) {
+  switch (op) {
     case 'F':
       return ActionKind::kForward;
     case 'I':
@@ -36,7 +36,7 @@ std::optional<ActionKind> kind_of(char letter) {
 
 }  // namespace
 
-char letter_of(ActionKind kind) {
+char op_of(ActionKind kind) {
   switch (kind) {
     case ActionKind::kForward:
       return 'F';
@@ -51,7 +51,7 @@ char letter_of(ActionKind kind) {
 }
 
 std::string to_string(const Action& action) {
-  return concat(action.stage, letter_of(action.kind), action.micro_batch);
+  return concat(action.stage, op_of(action.kind), action.micro_batch);
 }
 
 void require_few_cells(std::int64_t stages, std::int64_t micro_batches, ErrorKind kind,
@@ -62,8 +62,8 @@ void require_few_cells(std::int64_t stages, std::int64_t micro_batches, ErrorKin
 }
 
 std::string to_string(const Slot& slot) {
-  if (!slot.beside) return to_string(slot.action);
-  return concat('(', to_string(slot.action), ';', to_string(*slot.beside), ')');
+  if (!slot.paired) return to_string(slot.action);
+  return concat('(', to_string(slot.action), ';', to_string(*slot.paired), ')');
 }
 
 std::optional<Action> parse_action(std::string_view text) {
@@ -87,7 +87,7 @@ std::optional<Slot> parse_slot(std::string_view text) {
   const auto second = parse_action(text.substr(middle + 1, text.size() - middle - 2));
   if (!first || !second) return std::nullopt;
   Slot pair{*first, {}};
-  pair.beside = second;
+  pair.paired = second;
   return pair;
 }
 

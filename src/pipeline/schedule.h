@@ -6,7 +6,7 @@
 // says validate.h, how long they take simulate.h, who makes them kinds.h.
 //
 // F forward, B backward, which may be cut in two: I gradient of the stage's input, W gradients of
-// its weights. Text of an action, as PyTorch writes it: <stage><letter><micro-batch>, "3F0".
+// its weights. Text of an action, as PyTorch writes it: <stage><op><micro-batch>, "3F0".
 #pragma once
 
 #include <compare>
@@ -29,7 +29,7 @@ enum class ActionKind : std::uint8_t {
 };
 inline constexpr std::size_t kActionKinds = 4;
 
-char letter_of(ActionKind kind);
+char op_of(ActionKind kind);
 
 /// What a stage does for one micro-batch.
 struct Action {
@@ -48,7 +48,7 @@ std::string to_string(const Action& action);
 /// One action, or an F with a B beside it, which may run under each other.
 struct Slot {
   Action action;
-  std::optional<Action> beside;  ///< a B, where `action` is an F
+  std::optional<Action> paired;  ///< a B, where `action` is an F
 
   bool operator==(const Slot&) const = default;
 
@@ -56,7 +56,7 @@ struct Slot {
   template <class Visit>
   void each(const Visit& visit) const {
     visit(action);
-    if (beside) visit(*beside);
+    if (paired) visit(*paired);
   }
 };
 /// "3F0"; two as "(0F3;3B1)".

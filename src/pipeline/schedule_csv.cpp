@@ -9,7 +9,7 @@
 namespace tessera::pipeline {
 namespace {
 
-constexpr std::string_view kBeside = "OVERLAP_F_B";
+constexpr std::string_view kOverlapped = "OVERLAP_F_B";
 /// F, I, W and four ends of messages; the rest is room for the moves of stages.
 constexpr std::int64_t kMostSteps = 8 * kMostCells;
 
@@ -38,10 +38,10 @@ std::string_view take_until(std::string_view& text, char end) {
 }
 
 std::optional<Slot> parse_compute(std::string_view text) {
-  const bool pair = text.ends_with(kBeside);
-  if (pair) text.remove_suffix(kBeside.size());
+  const bool pair = text.ends_with(kOverlapped);
+  if (pair) text.remove_suffix(kOverlapped.size());
   const auto slot = parse_slot(text);
-  if (!slot || slot->beside.has_value() != pair) return std::nullopt;
+  if (!slot || slot->paired.has_value() != pair) return std::nullopt;
   return slot;
 }
 

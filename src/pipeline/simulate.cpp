@@ -19,7 +19,7 @@ void check_costs(const Costs& costs, std::size_t stages) {
   for (std::size_t stage = 0; stage < costs.size(); ++stage) {
     const StageCosts& one = costs[stage];
     for (const double cost : {one.forward, one.input_gradient, one.weight_gradient,
-                              one.of_backward(), one.beside.value_or(0.0), one.send_forward,
+                              one.of_backward(), one.paired.value_or(0.0), one.send_forward,
                               one.send_backward, one.live_bytes, one.deferred_bytes}) {
       TESSERA_CHECK(std::isfinite(cost) && cost >= 0.0, ErrorKind::kUsage,
                     "simulate: found a cost of ", cost, " (stage ", stage,
@@ -124,7 +124,7 @@ class Simulation {
 
   const SlotTime& time_of(const Slot& slot) {
     const auto [place, is_new] = times_.try_emplace(
-        {slot.action.kind, slot.action.stage, slot.beside ? slot.beside->stage : -1});
+        {slot.action.kind, slot.action.stage, slot.paired ? slot.paired->stage : -1});
     if (is_new) place->second = pipeline::time_of(slot, costs_);
     return place->second;
   }
@@ -279,13 +279,13 @@ SlotTime time_of(const Slot& slot, const Costs& costs) {
     time.all += cost_of(action, of(action));
     time.exposed += exchanges_of(action, of(action));
   });
-  if (!slot.beside) return time;
+  if (!slot.paired) return time;
   const StageCosts& forward = of(slot.action);
-  const StageCosts& backward = of(*slot.beside);
-  if (forward.beside) {
+  const StageCosts& backward = of(*slot.paired);
+  if (forward.paired) {
     const double exposed =
-        std::clamp(*forward.beside - (time.all - time.exposed), 0.0, time.exposed);
-    return {*forward.beside, exposed, time.exposed - exposed};
+        std::clamp(*forward.paired - (time.all - time.exposed), 0.0, time.exposed);
+    return {*forward.paired, exposed, time.exposed - exposed};
   }
   if (forward.forward_pieces.empty() || backward.backward_pieces.empty()) return time;
   const Interleaved pair = interleave(forward.forward_pieces, backward.backward_pieces);

@@ -22,7 +22,7 @@ struct StageCosts {
   std::optional<double> backward = {};
   /// Of the slot in which this stage's F has a B beside it. None: what the turns of their pieces
   /// take, or, where there are no pieces, both one after the other.
-  std::optional<double> beside = {};
+  std::optional<double> paired = {};
   /// What F, and B or I, compute between their exchanges (with_exchanges()); empty without any.
   Pieces forward_pieces = {};
   Pieces backward_pieces = {};

@@ -56,7 +56,7 @@ using MessageSpans = std::map<std::int64_t, TensorSpans>;  ///< by tensor
 /// What a trace says, in milliseconds.
 struct Measured {
   std::map<std::pair<int, ActionKind>, Mean> actions;  ///< of stages
-  std::map<int, Mean> beside;                          ///< of the F's stage
+  std::map<int, Mean> paired;                          ///< of the F's stage
   std::map<HandOver, MessageSpans> messages;
 
   std::optional<double> of(int stage, ActionKind kind) const {
@@ -81,7 +81,7 @@ void add_slot(Measured& measured, const JsonCursor& event) {
   const auto slot = parse_slot(event.member("name").text());
   if (!slot) event.member("name").refuse("a slot, as 3F0 or (0F3;3B1)");
   const Action& action = slot->action;
-  (slot->beside ? measured.beside[action.stage] : measured.actions[{action.stage, action.kind}])
+  (slot->paired ? measured.paired[action.stage] : measured.actions[{action.stage, action.kind}])
       .add(duration_of(event));
 }
 
@@ -184,14 +184,14 @@ class StageOfTrace {
     }
   }
 
-  void need_beside(int backward_stage) {
-    const auto found = measured_.beside.find(stage_);
-    if (found != measured_.beside.end()) {
-      costs_.beside = found->second.value();
+  void need_paired(int backward_stage) {
+    const auto found = measured_.paired.find(stage_);
+    if (found != measured_.paired.end()) {
+      costs_.paired = found->second.value();
       return;
     }
     const auto backward = measured_.of_backward(backward_stage);
-    costs_.beside = expect(measured_.of(stage_, ActionKind::kForward), "F") +
+    costs_.paired = expect(measured_.of(stage_, ActionKind::kForward), "F") +
                     expect(backward, concat("B beside it, of stage ", backward_stage));
   }
 
@@ -261,10 +261,10 @@ Costs costs_from_trace(std::string_view text, std::string_view name, const Sched
   for (const auto& slots : schedule.slots) {
     for (const Slot& slot : slots) {
       const int kind =
-          slot.beside ? static_cast<int>(kActionKinds) : static_cast<int>(slot.action.kind);
+          slot.paired ? static_cast<int>(kActionKinds) : static_cast<int>(slot.action.kind);
       if (!asked.insert({slot.action.stage, kind}).second) continue;
-      if (slot.beside) {
-        of(slot.action).need_beside(slot.beside->stage);
+      if (slot.paired) {
+        of(slot.action).need_paired(slot.paired->stage);
       } else {
         of(slot.action).need(slot.action.kind);
       }

@@ -13,13 +13,13 @@ namespace tessera::pipeline {
 namespace {
 
 /// Whether a stage may do without a layer.
-bool has_more_than_layers(int stage, int stages) { return stage == 0 || stage + 1 == stages; }
+bool may_be_empty(int stage, int stages) { return stage == 0 || stage + 1 == stages; }
 
 int fewest_layers(int stages) { return stages == 1 ? 1 : stages - 2; }
 
 /// Smaller is better, from the front: ranks, the costliest first, then stages.
-std::vector<double> badness_of(const Split& split, const LayerCosts& costs,
-                               const std::vector<int>& rank_of) {
+std::vector<double> cost_vector(const Split& split, const LayerCosts& costs,
+                                const std::vector<int>& rank_of) {
   std::vector<double> stages = stage_costs(split, costs);
   std::vector<double> ranks(static_cast<std::size_t>(*std::ranges::max_element(rank_of)) + 1);
   for (std::size_t stage = 0; stage < stages.size(); ++stage) {
@@ -34,7 +34,7 @@ std::vector<double> badness_of(const Split& split, const LayerCosts& costs,
 bool is_whole(const Split& split) {
   for (int stage = 0; stage < split.stages(); ++stage) {
     const int layers = split.end(stage) - split.begin(stage);
-    if (layers < (has_more_than_layers(stage, split.stages()) ? 0 : 1)) return false;
+    if (layers < (may_be_empty(stage, split.stages()) ? 0 : 1)) return false;
   }
   return true;
 }
@@ -67,7 +67,7 @@ Split split_of_smallest_maximum(const LayerCosts& costs, int stages) {
                                      std::vector<int>(sum.size()));
   for (int stage = 0; stage < stages; ++stage) {
     std::vector<double> next(sum.size(), std::numeric_limits<double>::infinity());
-    const int fewest = has_more_than_layers(stage, stages) ? 0 : 1;
+    const int fewest = may_be_empty(stage, stages) ? 0 : 1;
     for (int end = 0; end <= layers; ++end) {
       for (int begin = 0; begin + fewest <= end; ++begin) {
         if (stage == 0 && begin > 0) break;
@@ -90,7 +90,7 @@ Split split_of_smallest_maximum(const LayerCosts& costs, int stages) {
 
 /// Moves a layer from one stage to another, those between them along, as long as that is better.
 Split improved(Split split, const LayerCosts& costs, const std::vector<int>& rank_of) {
-  std::vector<double> badness = badness_of(split, costs, rank_of);
+  std::vector<double> costs_of_split = cost_vector(split, costs, rank_of);
   for (bool better = true; better;) {
     better = false;
     for (int from = 0; from < split.stages(); ++from) {
@@ -100,10 +100,10 @@ Split improved(Split split, const LayerCosts& costs, const std::vector<int>& ran
           moved.first_layer[static_cast<std::size_t>(border)] += from < to ? -1 : 1;
         }
         if (!is_whole(moved)) continue;
-        std::vector<double> of_moved = badness_of(moved, costs, rank_of);
-        if (of_moved >= badness) continue;
+        std::vector<double> of_moved = cost_vector(moved, costs, rank_of);
+        if (of_moved >= costs_of_split) continue;
         split = std::move(moved);
-        badness = std::move(of_moved);
+        costs_of_split = std::move(of_moved);
         better = true;
       }
     }
@@ -149,7 +149,7 @@ Split split_by_cost(const LayerCosts& costs, const std::vector<int>& rank_of) {
   check_layers(layers, stages);
   const Split even = improved(even_split(layers, stages), costs, rank_of);
   const Split small = improved(split_of_smallest_maximum(costs, stages), costs, rank_of);
-  return badness_of(small, costs, rank_of) < badness_of(even, costs, rank_of) ? small : even;
+  return cost_vector(small, costs, rank_of) < cost_vector(even, costs, rank_of) ? small : even;
 }
 
 Split split_as_given(const std::vector<int>& first_layers, int layers, int stages) {
@@ -160,7 +160,7 @@ Split split_as_given(const std::vector<int>& first_layers, int layers, int stage
   TESSERA_CHECK(first_layers.front() == 0, ErrorKind::kConfig, "pipeline.split: found layer ",
                 first_layers.front(), " at the beginning, expected 0");
   for (int stage = 0; stage < stages; ++stage) {
-    const int fewest = has_more_than_layers(stage, stages) ? 0 : 1;
+    const int fewest = may_be_empty(stage, stages) ? 0 : 1;
     TESSERA_CHECK(
         split.begin(stage) <= layers && split.end(stage) - split.begin(stage) >= fewest,
         ErrorKind::kConfig, "pipeline.split: found stage ", stage, " from layer ",

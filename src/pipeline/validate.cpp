@@ -41,8 +41,8 @@ class Lists {
       }
       for (std::size_t i = 0; i < slots.size(); ++i) {
         const Slot& slot = slots[i];
-        if (slot.beside && (slot.action.kind != ActionKind::kForward ||
-                            slot.beside->kind != ActionKind::kBackward)) {
+        if (slot.paired && (slot.action.kind != ActionKind::kForward ||
+                            slot.paired->kind != ActionKind::kBackward)) {
           fault(Fault::kPair, "rank ", rank, ", slot ", i, ": found ", to_string(slot),
                 ", expected an F with a B beside it");
         }

@@ -175,7 +175,7 @@ BatchLoss go_through(ShardedBase& model, const Config& config, GradScaler* scale
   if (config.compile.mode != CompileChoice::kOff) rehearse(model, run, world);
   BatchLoss loss = run();
   double norm = gradient_norm(model);
-  if (config.compile.mode == CompileChoice::kReplay) log::info(ReplayedCalls(model).in_words());
+  if (config.compile.mode == CompileChoice::kReplay) log::info(ReplayedCalls(model).as_text());
   if (config.debug.check_placements) check_placements(model);
   // The first scale that float16 holds: of a single batch there is no next step.
   while (scaler != nullptr && std::isfinite(loss.mean()) && !scaler->update(model, norm)) {

@@ -74,7 +74,7 @@ std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run) {
       return !units.empty() && parameter.unit == planned.plan.name && parameter.tied_to.empty() &&
              names.front().contains(parameter.name);
     });
-    if (lends) unit.lenders = {0};
+    if (lends) unit.owners = {0};
     if (layers[units.size()]) {
       unit.recompute_by = run.config.activation_checkpoint.mode ? fsdp::RecomputeBy::kUser
                                                                 : fsdp::RecomputeBy::kPlan;

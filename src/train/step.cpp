@@ -57,7 +57,7 @@ double once(const ShardedBase& model, double value) {
 
 BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches) {
   std::int64_t kept = 0;
-  for (const auto& batch : batches) kept += batch.kept_labels();
+  for (const auto& batch : batches) kept += batch.unmasked_targets();
   BatchLoss loss;
   loss.kept = static_cast<std::int64_t>(
       sum_over_ranks(model, RankSum::kLabels, {once(model, static_cast<double>(kept))}).front());

@@ -283,9 +283,9 @@ class Trainer {
     // One configuration may serve with plans and without.
     if (const auto text = unused_compile_keys(config_.compile)) log::info(*text);
     for (const std::string& line : banner(run)) log::info(line);
-    for (const std::string& line : data_->in_words()) log::info(line);
+    for (const std::string& line : data_->as_text()) log::info(line);
     if (validation_) {
-      for (const std::string& line : validation_->in_words()) log::info("validation: ", line);
+      for (const std::string& line : validation_->as_text()) log::info("validation: ", line);
     }
     if (validation_ && config_.validation.steps > batches_of_pass()) {
       log::warn("validation.steps: found ", config_.validation.steps, ", but ",
@@ -342,7 +342,7 @@ class Trainer {
                                *optimizer_, scaler_.get());
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
-    if (replayed_) log::info(replayed_->in_words());
+    if (replayed_) log::info(replayed_->as_text());
   }
 
   /// False where some rank was asked to stop meanwhile.
@@ -458,7 +458,7 @@ class Trainer {
     require_finite(metrics);
     const double balance = config_.model.load_balance_coeff;
     if (balance > 0) {
-      fsdp::come_behind_reads(*model_);
+      fsdp::order_after_reads(*model_);
       balance_experts(*model_, source_, loss.chosen, balance);
     }
     optimizer_->set_lr(metrics.lr);

@@ -69,7 +69,7 @@ class Sides {
   const std::string batch_;
 };
 
-std::string in_words(const check::GradientDiff& diff) { return to_string(diff); }
+std::string as_text(const check::GradientDiff& diff) { return to_string(diff); }
 
 /// Layouts as they are drawn, but what a golden folder has no room for.
 Drawn drawn_layout(std::uint32_t seed) {
@@ -92,7 +92,7 @@ TEST(GradientsDiff, RightLayoutsDifferByRounding) {
     SCOPED_TRACE(words.str());
     const Sides sides(layout);
     const auto diff = train::diff_runs(sides.layout(), sides.one_rank(), sides.batch());
-    EXPECT_TRUE(diff.is_right()) << in_words(diff);
+    EXPECT_TRUE(diff.is_right()) << as_text(diff);
     EXPECT_FALSE(diff.parameters.empty());
   }
 }
@@ -141,7 +141,7 @@ TEST(GradientsDiff, NamesMistakes) {
     if (!is_named) {
       std::cout << of(kind).name << ", seed " << seed << ": " << layout << "\n  " << mistake->place
                 << '\n'
-                << in_words(diff) << '\n';
+                << as_text(diff) << '\n';
     }
     EXPECT_FALSE(diff.is_right()) << of(kind).name << ", seed " << seed << ": " << mistake->place;
   }

@@ -157,8 +157,8 @@ struct Injection::Hooks {
                     });
     }
     if (changes.sends_as) {
-      sends.emplace(test_hooks::sent_tag, [of = state](const comm::MailTag& tag) {
-        const comm::MailTag sent = of->changes.sends_as(tag);
+      sends.emplace(test_hooks::sent_tag, [of = state](const comm::P2PTag& tag) {
+        const comm::P2PTag sent = of->changes.sends_as(tag);
         if (sent != tag) of->act();
         return sent;
       });

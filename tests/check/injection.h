@@ -12,7 +12,7 @@
 #include <string>
 
 #include "comm/group.h"
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "golden/faulty_run.h"
 #include "tessera/contract.h"
 #include "tessera/mesh.h"
@@ -53,7 +53,7 @@ struct Changes {
   std::function<Accepted(const RankParts&)> accepted = {};
   /// Of several ranks, on the threads that issue.
   std::function<bool(const comm::Group&, const comm::Label&)> holds_back = {};
-  std::function<comm::MailTag(comm::MailTag)> sends_as = {};
+  std::function<comm::P2PTag(comm::P2PTag)> sends_as = {};
   /// Whether it changed something.
   std::function<bool(const Mesh&, const train::MicroBatch&)> micro_batch = {};
 };

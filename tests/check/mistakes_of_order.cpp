@@ -73,8 +73,8 @@ std::optional<Mistake> message_of_another(Draws& draws, const Ground& ground) {
                         finding.kind == (forward ? FindingKind::kForward : FindingKind::kBackward);
                     return is_kind && (has_axis(finding, "pp") || says(finding, "stage"));
                   }};
-  mistake.changes.sends_as = [=](comm::MailTag tag) {
-    using enum comm::MailTag::Direction;
+  mistake.changes.sends_as = [=](comm::P2PTag tag) {
+    using enum comm::P2PTag::Direction;
     const bool is_one = tag.direction == (forward ? kForward : kBackward) && tag.stage == stage &&
                         tag.micro_batch < 2;
     if (is_one) tag.micro_batch = 1 - tag.micro_batch;

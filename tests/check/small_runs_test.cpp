@@ -12,7 +12,7 @@
 namespace tessera::train::small_runs_test {
 namespace {
 
-std::string in_words(const std::vector<check::Finding>& findings) {
+std::string as_text(const std::vector<check::Finding>& findings) {
   std::string text;
   for (const auto& finding : findings) text += to_string(finding) + "\n";
   return text;
@@ -34,7 +34,7 @@ TEST(SmallRuns, FindNothingInRightLayouts) {
     const SeenRun seen = run_small(run);
     ASSERT_EQ(seen.refused, "");
     for (const SeenStep& step : seen.steps) EXPECT_GT(step.norm, 0.0);
-    EXPECT_EQ(in_words(check_run(config, source, d.ranks()).report.findings), "")
+    EXPECT_EQ(as_text(check_run(config, source, d.ranks()).report.findings), "")
         << to_string(mesh_shape(run.dims));
   }
 }
@@ -57,7 +57,7 @@ TEST(SmallRuns, FindNothingInRightLayoutsOfLayersWithAState) {
     write_model(folder, d.family + "-fp32", make_room_for_bytes);
     const auto source = open_model(config.model, config.lora);
     EXPECT_GT(std::ranges::count(source.spec.layer_types, models::LayerType::kLinear), 0);
-    EXPECT_EQ(in_words(check_run(config, source, d.ranks()).report.findings), "");
+    EXPECT_EQ(as_text(check_run(config, source, d.ranks()).report.findings), "");
   }
 }
 
@@ -107,7 +107,7 @@ TEST(SmallRuns, AdaptersOfTheWholeModelFitTheSmallOne) {
       run.source.lora.layers,
       (std::vector<std::string>{"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj",
                                 "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}));
-  EXPECT_EQ(in_words(compare_in_small(run).findings), "");
+  EXPECT_EQ(as_text(compare_in_small(run).findings), "");
 }
 
 }  // namespace

@@ -25,7 +25,7 @@
 #include "comm/batch.h"
 #include "comm/failure_report.h"
 #include "comm/group.h"
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 #include "train/config/config_resolve.h"
@@ -98,7 +98,7 @@ class Faulty {
     return {batch};
   }
 
-  bool posts(const comm::MailTag& tag, bool sends) {
+  bool posts(const comm::P2PTag& tag, bool sends) {
     if (fault_.kind == "list" || !sends || fault_.place != "message") return true;
     {
       const std::lock_guard lock(mutex_);
@@ -182,7 +182,7 @@ void run(World& world, const train::Config& config) {
                      return faulty.instead(group, batch);
                    });
     posts.emplace(tessera::test_hooks::posts_message,
-                  [&](const comm::MailTag& tag, bool sends) { return faulty.posts(tag, sends); });
+                  [&](const comm::P2PTag& tag, bool sends) { return faulty.posts(tag, sends); });
   }
   world.begin_start_up();
   train::TrainingHooks hooks;

@@ -63,7 +63,7 @@ TEST_F(GradientFiles, AFileIsEqualToItself) {
   EXPECT_EQ(report.at("loss_a"), report.at("loss_b"));
 }
 
-TEST_F(GradientFiles, TwoLayoutsAreApartByRounding) {
+TEST_F(GradientFiles, TwoLayoutsDifferByRounding) {
   const Outcome text = succeeded(diff(path("one"), path("two")));
   const auto report = json::parse(succeeded(diff(path("one"), path("two"), {"--json"})).out);
   EXPECT_EQ(report.at("dtype"), "float32");

@@ -229,9 +229,9 @@ TEST(HangReport, NamesTheRankThatWentWrongAndItsUnit) {
       }
     }
   };
-  std::thread beside(work);
+  std::thread paired(work);
   work();
-  beside.join();
+  paired.join();
   std::cout << concat(right, " of ", count, " right (", first,
                       " name the unit first), the slowest ", slowest, " s\n");
   EXPECT_LE(no_hang, count / 10) << "which end by an error of their own";

@@ -113,7 +113,7 @@ TEST(CheckpointWeights, AnOriginThatIsDamagedIsAsGoodAsGone) {
   EXPECT_NO_THROW(opened_to_generate(source, config));
 }
 
-// Naive: one says that storage_dtype changed, which nobody touched; the other writes float32 that
+// Naive: one says that storage_dtype changed, which nobody accessed; the other writes float32 that
 // is as good as bfloat16, without a word.
 TEST(CheckpointWeights, WhatAWholeFrozenPartLeavesIsNamedOnResumeAndByConvert) {
   const TemporaryFolder folder;

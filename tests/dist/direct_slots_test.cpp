@@ -237,7 +237,7 @@ struct Scaled : torch::nn::Module {
   bool throws = false;
 };
 
-// Naive: a slot that counts as filled from the moment it is lent; what comes is added to what the
+// Naive: a slot that counts as filled from the moment it is shared; what comes is added to what the
 // kernel left.
 TEST(DirectSlots, AfterAKernelThatThrewTheSlotIsAsItWas) {
   for (const int count : {1, 2}) {

@@ -20,7 +20,7 @@ constexpr std::int64_t kWidth = 5;
 class DeferredOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, DeferredOnRanks, ::testing::Values(1, 2, 3));
 
-struct Owed {
+struct PendingBackward {
   grad::GradSink* sink;
   grad::Ticket ticket;
   at::Tensor raw;
@@ -30,9 +30,9 @@ struct Owed {
 class DeferredScale : public torch::autograd::Function<DeferredScale> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
-                            std::int64_t owed, std::int64_t micro_batch) {
+                            std::int64_t pending, std::int64_t micro_batch) {
     context->save_for_backward({x, w});
-    context->saved_data["owed"] = owed;
+    context->saved_data["owed"] = pending;
     context->saved_data["micro_batch"] = micro_batch;
     return x * w;
   }
@@ -40,7 +40,8 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
     const auto saved = context->get_saved_variables();
     const auto leaf = grad::find_leaf(saved[1]);
     auto& sink = *leaf->sink;
-    auto* list = reinterpret_cast<std::vector<Owed>*>(context->saved_data["owed"].toInt());
+    auto* list =
+        reinterpret_cast<std::vector<PendingBackward>*>(context->saved_data["owed"].toInt());
     list->push_back(
         {&sink, sink.promise(leaf->slot, "layer 4", context->saved_data["micro_batch"].toInt()),
          grads[0] * saved[0]});
@@ -51,7 +52,7 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
 class Deferred : public torch::nn::Module {
  public:
   at::Tensor forward(const at::Tensor& x) {
-    const auto y = DeferredScale::apply(x * eager, weight, reinterpret_cast<std::int64_t>(&owed),
+    const auto y = DeferredScale::apply(x * eager, weight, reinterpret_cast<std::int64_t>(&pending),
                                         micro_batch++);
     if (redeems_inside && y.requires_grad()) {
       // Runs before DeferredScale's backward; what earlier ones owe is handed in while this one is
@@ -64,11 +65,11 @@ class Deferred : public torch::nn::Module {
     return y;
   }
   void redeem() {
-    for (const auto& one : std::exchange(owed, {})) one.sink->redeem(one.ticket, one.raw);
+    for (const auto& one : std::exchange(pending, {})) one.sink->redeem(one.ticket, one.raw);
   }
   at::Tensor eager = register_parameter("eager", seeded(1, {kWidth}));
   at::Tensor weight = register_parameter("weight", seeded(2, {kWidth}));
-  std::vector<Owed> owed;
+  std::vector<PendingBackward> pending;
   std::int64_t micro_batch = 0;
   bool redeems_inside = false;
 };
@@ -101,7 +102,7 @@ TEST_P_ON_RANKS(DeferredOnRanks, DeferredGradientsHandedInAfterTheBackward, GetP
   for (int step = 0; step < 2; ++step) {
     handle.zero_grad();
     backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
-    EXPECT_EQ(module->owed.size(), 1U);
+    EXPECT_EQ(module->pending.size(), 1U);
     const auto view = handle.shards()[0];
     EXPECT_FALSE(view.shard.grad().defined()) << "the step's gradients are not complete";
     module->redeem();
@@ -169,7 +170,7 @@ TEST_ON_RANKS(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch, 1) {
   auto module = std::make_shared<Deferred>();
   auto handle = fully_shard(module, data_mesh(world));
   backward(handle.forward(seeded(1, {kWidth})).sum());
-  const auto twice = module->owed;
+  const auto twice = module->pending;
   module->redeem();
   EXPECT_THAT(thrown_by([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
               Says("weight", "layer 4", "micro-batch 0", "twice"));
@@ -227,13 +228,13 @@ TEST_P(DeferredOnRanks, TicketsOfAFailedStepAreForgottenAndTheNextStepIsRight) {
     const auto place = reinterpret_cast<std::int64_t>(&seat);
     EXPECT_NE(thrown_by([&] { backward(handle.forward(ThrowsLast::apply(x, place)).sum()); }), "");
     if (world.size() > 1) world.recover();
-    const auto owed = std::exchange(module->modules[1]->owed, {});
-    module->modules[0]->owed.clear();
+    const auto pending = std::exchange(module->modules[1]->pending, {});
+    module->modules[0]->pending.clear();
     const auto reductions = handle.unit()->runtime().reductions_issued();
     expect_same(step(*module, handle), expected);
     EXPECT_EQ(handle.unit()->runtime().reductions_issued() - reductions, world.size() > 1 ? 2 : 0);
-    ASSERT_EQ(owed.size(), 1U);
-    EXPECT_THAT(thrown_by([&] { owed[0].sink->redeem(owed[0].ticket, owed[0].raw); }),
+    ASSERT_EQ(pending.size(), 1U);
+    EXPECT_THAT(thrown_by([&] { pending[0].sink->redeem(pending[0].ticket, pending[0].raw); }),
                 Says("failed", "layer 4"));
   });
 }

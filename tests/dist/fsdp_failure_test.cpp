@@ -188,7 +188,7 @@ class LeavesToAnotherThread : public torch::autograd::Function<LeavesToAnotherTh
   }
 };
 
-// A thread that comes late tells the other ranks at once and touches nothing that the rank's own
+// A thread that comes late tells the other ranks at once and accesses nothing that the rank's own
 // may be working with; that one ends the step where it comes by next. Naive: it clears the list of
 // open forwards while the rank's thread is in one.
 TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {

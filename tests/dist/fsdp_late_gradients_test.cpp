@@ -87,9 +87,9 @@ TEST_P_ON_RANKS(LateGradients, OfOneMicroBatchOnAllOrOnOneRankAreItsOwnWhichever
   const auto& cell = GetParam();
   auto module = std::make_shared<Rare>(cell.dtype());
   auto handle = fully_shard(module, data_mesh(world, cell.replicas), in_bfloat16(), undivided());
-  constexpr int kAll = -1, kNobody = -2;
+  constexpr int kAll = -1, kNone = -2;
   for (int only = 0; only < kMicroBatches; ++only) {
-    for (const int user : {kAll, world.size() - 1, kNobody}) {
+    for (const int user : {kAll, world.size() - 1, kNone}) {
       step(handle, cell, [&](int i) {
         module->uses = i == only && (user == kAll || user == world.rank());
         backward(handle.forward(here(at::full({kWidth}, value(world.rank(), i)))));
@@ -105,7 +105,7 @@ TEST_P_ON_RANKS(LateGradients, OfOneMicroBatchOnAllOrOnOneRankAreItsOwnWhichever
           << what;
       EXPECT_TRUE(same_bits(found.at("rare"), here(at::full({kWidth}, rare, at::kFloat)))) << what;
       for (const auto& view : handle.shards()) {
-        const bool nobody = user == kNobody && view.contract->name == "rare";
+        const bool nobody = user == kNone && view.contract->name == "rare";
         EXPECT_EQ(view.shard.grad().defined(), !nobody) << what;
       }
     }

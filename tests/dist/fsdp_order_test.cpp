@@ -204,10 +204,10 @@ TEST_P_ON_RANKS(OrderOnRanks, ATinyBudgetGivesTheSameBits, GetParam()) {
 
 TEST_P_ON_RANKS(OrderOnRanks, KeepingUnitsGatheredAfterForwardGivesTheSameBits, GetParam()) {
   const auto expected = train(world, {});
-  ShardOptions keep, give_back;
+  ShardOptions keep, recycle;
   keep.reshard_after_forward = false;
-  give_back.reshard_after_forward = true;
-  for (const auto& [root, inner] : {std::pair{keep, keep}, std::pair{give_back, give_back}}) {
+  recycle.reshard_after_forward = true;
+  for (const auto& [root, inner] : {std::pair{keep, keep}, std::pair{recycle, recycle}}) {
     const auto found = train(world, root, inner);
     expect_same(found.gradients, expected.gradients);
     expect_same(found.parameters, expected.parameters);

@@ -119,9 +119,9 @@ TEST(Rounding, ADeferredPartialOverReplicasIsKeptInAccumulate) {
 }
 
 // Naive: a temporary a step for the quotient, the cast or the addend of the replicas.
-void expect_memory_of_final_gradients(bool given_back) {
+void expect_memory_of_final_gradients(bool input_gradient) {
   for (const auto& [count, replicas] : {std::pair(1, 1), std::pair(2, 1), std::pair(2, 2)}) {
-    ranks(count).run([replicas, given_back](World& world) {
+    ranks(count).run([replicas, input_gradient](World& world) {
       for (const auto final : {DType::kFloat32, DType::kBFloat16}) {
         PrecisionPolicy policy;
         policy.reduce_dtype = DType::kBFloat16;
@@ -130,11 +130,11 @@ void expect_memory_of_final_gradients(bool given_back) {
         options.divide_factor = 3.0;
         auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
                                   data_mesh(world, replicas), policy, options);
-        if (given_back) handle.unit()->runtime().give_gradients_back();
+        if (input_gradient) handle.unit()->runtime().free_gradients();
         const void* place = nullptr;
         std::int64_t blocks = 0;
         const auto& bucket = *handle.unit()->buckets().front();
-        const bool kept = world.device().is_cpu() && !given_back;
+        const bool kept = world.device().is_cpu() && !input_gradient;
         for (int step = 0; step < 4; ++step) {
           handle.zero_grad();
           EXPECT_EQ(bucket.final_memory().defined(), step > 0 && kept);

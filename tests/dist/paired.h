@@ -247,7 +247,7 @@ inline std::string to_string(const std::vector<PairedSlot>& slots) {
 inline std::vector<PairedSlot> drawn_slots(std::mt19937_64& random, int stages, int micro_batches) {
   const auto count = static_cast<std::size_t>(stages);
   std::vector<int> forwards(count), backwards(count);  // done, in order
-  std::vector<std::vector<int>> owed(count);
+  std::vector<std::vector<int>> pending(count);
   std::vector<PairedSlot> slots;
   const auto take = [&](std::vector<PairedSlot> of) { return of[random() % of.size()]; };
   while (true) {
@@ -260,9 +260,9 @@ inline std::vector<PairedSlot> drawn_slots(std::mt19937_64& random, int stages, 
       const bool is_last = stage + 1 == stages;
       if (backwards[i] < forwards[i] && (is_last || backwards[i] < backwards[i + 1])) {
         ends.push_back({'I', stage, backwards[i]});
-        if (owed[i].empty()) ends.push_back({'B', stage, backwards[i]});
+        if (pending[i].empty()) ends.push_back({'B', stage, backwards[i]});
       }
-      if (!owed[i].empty()) weights.push_back({'W', stage, owed[i].front()});
+      if (!pending[i].empty()) weights.push_back({'W', stage, pending[i].front()});
     }
     if (begins.empty() && ends.empty() && weights.empty()) return slots;
     std::vector<PairedSlot> possible = begins;
@@ -278,8 +278,8 @@ inline std::vector<PairedSlot> drawn_slots(std::mt19937_64& random, int stages, 
     const auto i = static_cast<std::size_t>(slot.stage);
     if (slot.kind == 'F') ++forwards[i];
     if (slot.kind == 'B' || slot.kind == 'I') ++backwards[i];
-    if (slot.kind == 'I') owed[i].push_back(slot.micro_batch);
-    if (slot.kind == 'W') owed[i].erase(owed[i].begin());
+    if (slot.kind == 'I') pending[i].push_back(slot.micro_batch);
+    if (slot.kind == 'W') pending[i].erase(pending[i].begin());
     slots.push_back(slot);
   }
 }

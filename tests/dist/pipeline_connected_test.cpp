@@ -16,7 +16,7 @@ namespace tessera::test::pipeline_connected_test {
 namespace {
 
 using namespace tessera::pipeline;  // NOLINT(google-build-using-namespace): what is tested
-using comm::MailRoute;
+using comm::P2PRoute;
 
 /// What the ranks of one pipeline share.
 class Ways {
@@ -24,7 +24,7 @@ class Ways {
   explicit Ways(std::chrono::milliseconds patience) : patience_(patience) {}
 
   /// Returns once both ends have come.
-  void connect(const MailRoute& route, bool sends) {
+  void connect(const P2PRoute& route, bool sends) {
     std::unique_lock lock(mutex_);
     Way& way = ways_[route];
     way.came[sends ? 1 : 0] = true;
@@ -35,7 +35,7 @@ class Ways {
     }
   }
   /// The tags of both ends have one order.
-  void posted(const MailRoute& route, bool sends, const comm::MailTag& tag) {
+  void posted(const P2PRoute& route, bool sends, const comm::P2PTag& tag) {
     const std::lock_guard lock(mutex_);
     auto& tags = ways_[route].tags;
     auto& mine = tags[sends ? 1 : 0];
@@ -49,27 +49,27 @@ class Ways {
  private:
   struct Way {
     std::array<bool, 2> came{};
-    std::array<std::vector<comm::MailTag>, 2> tags;
+    std::array<std::vector<comm::P2PTag>, 2> tags;
   };
   const std::chrono::milliseconds patience_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<MailRoute, Way> ways_;
+  std::map<P2PRoute, Way> ways_;
 };
 
 enum class Connects : std::uint8_t { kWhenAsked, kByTheFirstMessage };
 
-class MailLikeNccl final : public comm::Mail {
+class P2PLikeNccl final : public comm::P2P {
  public:
-  MailLikeNccl(std::shared_ptr<comm::Mail> inner, Ways& ways, Connects connects)
-      : Mail({comm::all_ranks(inner->size()), inner->rank(), device_here()}),
+  P2PLikeNccl(std::shared_ptr<comm::P2P> inner, Ways& ways, Connects connects)
+      : P2P({comm::all_ranks(inner->size()), inner->rank(), device_here()}),
         inner_(std::move(inner)),
         ways_(ways),
         connects_(connects) {}
 
-  void connect(const std::set<MailRoute>& routes) override {
+  void connect(const std::set<P2PRoute>& routes) override {
     if (connects_ == Connects::kByTheFirstMessage) return;
-    for (const MailRoute& route : routes) {
+    for (const P2PRoute& route : routes) {
       if (route.from == rank() || route.to == rank()) meet_on(route);
     }
   }
@@ -78,25 +78,25 @@ class MailLikeNccl final : public comm::Mail {
   }
 
  private:
-  void meet_on(const MailRoute& route) {
+  void meet_on(const P2PRoute& route) {
     if (met_.insert(route).second) ways_.connect(route, route.from == rank());
   }
-  std::unique_ptr<comm::Transfer> post(comm::Letter letter) override {
-    const bool sends = letter.sends();
-    const MailRoute route = sends ? MailRoute{rank(), letter.peer, letter.tag.direction}
-                                  : MailRoute{letter.peer, rank(), letter.tag.direction};
-    if (letter.tensor.numel() > 0) {
+  std::unique_ptr<comm::Transfer> post(comm::P2POp op) override {
+    const bool sends = op.sends();
+    const P2PRoute route = sends ? P2PRoute{rank(), op.peer, op.tag.direction}
+                                 : P2PRoute{op.peer, rank(), op.tag.direction};
+    if (op.tensor.numel() > 0) {
       meet_on(route);
-      ways_.posted(route, sends, letter.tag);
+      ways_.posted(route, sends, op.tag);
     }
-    return sends ? inner_->send(letter.peer, letter.tag, letter.tensor)
-                 : inner_->receive(letter.peer, letter.tag, letter.tensor);
+    return sends ? inner_->send(op.peer, op.tag, op.tensor)
+                 : inner_->receive(op.peer, op.tag, op.tensor);
   }
 
-  const std::shared_ptr<comm::Mail> inner_;
+  const std::shared_ptr<comm::P2P> inner_;
   Ways& ways_;
   const Connects connects_;
-  std::set<MailRoute> met_;
+  std::set<P2PRoute> met_;
 };
 
 Left run_like_nccl(const ValidProgram& program, const Toy& toy, Ways& ways, Connects connects) {
@@ -104,7 +104,7 @@ Left run_like_nccl(const ValidProgram& program, const Toy& toy, Ways& ways, Conn
   std::mutex mutex;
   ranks(program.schedule().ranks()).run([&](World& world) {
     auto ties = ties_of(stages_mesh(world));
-    ties.mail = std::make_shared<MailLikeNccl>(ties.mail, ways, connects);
+    ties.p2p = std::make_shared<P2PLikeNccl>(ties.p2p, ways, connects);
     Runner runner(ties);
     const Mine mine(toy, program.schedule(), world.rank());
     const auto results = runner.run(program, mine.pointers(), {});

@@ -126,7 +126,7 @@ TEST(PipelineErrors, AnExceptionInASlotEndsAllRanksByNameAndTheNextStepIsRight) 
 /// Anywhere in the lists of several ranks.
 Throws random_place(const pipeline::Schedule& schedule, tessera::testing::Dice& dice) {
   const auto& slot = dice.pick(dice.pick(schedule.slots));
-  const auto& action = slot.beside && dice.chance(50) ? *slot.beside : slot.action;
+  const auto& action = slot.paired && dice.chance(50) ? *slot.paired : slot.action;
   // A stage's own code runs at both ends of an I or B; its first one hands nothing back.
   const std::vector<const char*> backward{"B", "roots", "back"};
   const char* what = "F";
@@ -156,8 +156,8 @@ TEST(PipelineErrors, AnExceptionAnywhereInRandomSchedulesEndsTheSameWay) {
 
 // Micro-batch 0 has one row, micro-batch 1 has two.
 TEST(PipelineErrors, SwappedMessagesOfOtherShapesEndAllRanksByName) {
-  const test_hooks::Set swaps(test_hooks::sent_tag, [](comm::MailTag tag) {
-    const bool is_one = tag.direction == comm::MailTag::Direction::kForward && tag.micro_batch < 2;
+  const test_hooks::Set swaps(test_hooks::sent_tag, [](comm::P2PTag tag) {
+    const bool is_one = tag.direction == comm::P2PTag::Direction::kForward && tag.micro_batch < 2;
     if (is_one) tag.micro_batch = 1 - tag.micro_batch;
     return tag;
   });

@@ -105,25 +105,25 @@ TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
 }
 
 /// Counts the receives that are posted before anything is sent.
-class CountingMail final : public comm::Mail {
+class CountingP2P final : public comm::P2P {
  public:
-  CountingMail(std::shared_ptr<comm::Mail> inner, int ranks)
-      : Mail({comm::all_ranks(ranks), inner->rank(), device_here()}), inner_(std::move(inner)) {}
+  CountingP2P(std::shared_ptr<comm::P2P> inner, int ranks)
+      : P2P({comm::all_ranks(ranks), inner->rank(), device_here()}), inner_(std::move(inner)) {}
 
   int posted_first = 0;
 
  private:
-  std::unique_ptr<comm::Transfer> post(comm::Letter letter) override {
-    inner_->begin_step(letter.tag.step, letter.extent);
-    if (letter.sends()) {
+  std::unique_ptr<comm::Transfer> post(comm::P2POp op) override {
+    inner_->begin_step(op.tag.step, op.extent);
+    if (op.sends()) {
       has_sent_ = true;
-      return inner_->send(letter.peer, letter.tag, letter.tensor);
+      return inner_->send(op.peer, op.tag, op.tensor);
     }
     if (!has_sent_) ++posted_first;
-    return inner_->receive(letter.peer, letter.tag, letter.tensor);
+    return inner_->receive(op.peer, op.tag, op.tensor);
   }
 
-  const std::shared_ptr<comm::Mail> inner_;
+  const std::shared_ptr<comm::P2P> inner_;
   bool has_sent_ = false;
 };
 
@@ -137,8 +137,8 @@ TEST(PipelineRunner, SmallReceivesArePostedAheadOfTheList) {
     int found = 0;
     ranks(2, ThreadBackend::kInProcess).run([&](World& world) {
       auto ties = ties_of(stages_mesh(world));
-      const auto counting = std::make_shared<CountingMail>(ties.mail, 2);
-      ties.mail = counting;
+      const auto counting = std::make_shared<CountingP2P>(ties.p2p, 2);
+      ties.p2p = counting;
       Runner runner(ties);
       const Mine mine(toy, program.schedule(), world.rank());
       runner.run(program, mine.pointers(), {});
@@ -152,12 +152,12 @@ TEST(PipelineRunner, SmallReceivesArePostedAheadOfTheList) {
 
 /// Two messages that leave each under the other's tag.
 struct Swapped {
-  comm::MailTag::Direction direction;
+  comm::P2PTag::Direction direction;
   std::int32_t stage;
   std::pair<std::int32_t, std::int32_t> micro_batches = {};
   std::pair<std::int32_t, std::int32_t> tensors = {};
 
-  comm::MailTag of(comm::MailTag tag) const {
+  comm::P2PTag of(comm::P2PTag tag) const {
     if (tag.direction != direction || tag.stage != stage) return tag;
     const auto other = [](std::int32_t& number, const auto& pair) {
       if (number == pair.first || number == pair.second) {
@@ -173,7 +173,7 @@ struct Swapped {
 // Of equal shapes nothing is refused: what comes out is compared. GPipe sends all before any of it
 // is waited for, so that no wait is in the way.
 TEST(PipelineRunner, MessagesThatAreSwappedAreCaught) {
-  using Direction = comm::MailTag::Direction;
+  using Direction = comm::P2PTag::Direction;
   constexpr int kMicroBatches = 6;
   Toy toy;
   const ValidProgram program(make_schedule(Kind::kGPipe, {2, 1, kMicroBatches}));
@@ -184,7 +184,7 @@ TEST(PipelineRunner, MessagesThatAreSwappedAreCaught) {
        {Swapped{Direction::kForward, 0, {0, 4}}, Swapped{Direction::kBackward, 1, {0, 4}},
         Swapped{Direction::kForward, 0, {}, {0, 2}}}) {
     const test_hooks::Set hook(test_hooks::sent_tag,
-                               [&](const comm::MailTag& tag) { return swapped.of(tag); });
+                               [&](const comm::P2PTag& tag) { return swapped.of(tag); });
     const auto left = run(program, toy);
     EXPECT_FALSE(failures_of([&] { expect_same_left(left, expected, toy.numbers); }).empty())
         << "direction " << static_cast<int>(swapped.direction) << ", tensors "
@@ -196,16 +196,16 @@ TEST(PipelineRunner, MessagesThatAreSwappedAreCaught) {
 class Seen {
  public:
   Seen()
-      : hook_(test_hooks::message_delay, [this](const comm::MailTag& tag) {
+      : hook_(test_hooks::message_delay, [this](const comm::P2PTag& tag) {
           const std::lock_guard lock(mutex_);
           tags_.push_back(tag);
           return std::chrono::microseconds(0);
         }) {}
-  std::vector<comm::MailTag> tags() const { return tags_; }
+  std::vector<comm::P2PTag> tags() const { return tags_; }
 
  private:
   std::mutex mutex_;
-  std::vector<comm::MailTag> tags_;
+  std::vector<comm::P2PTag> tags_;
   test_hooks::Set<decltype(test_hooks::message_delay)> hook_;
 };
 
@@ -236,7 +236,7 @@ TEST(PipelineRunner, ForwardsAloneSendNothingBackAndMakeNoGraph) {
     for (const auto& stage : mine.stages) EXPECT_FALSE(stage->weight.grad().defined());
   });
   for (const auto& tag : seen.tags()) {
-    EXPECT_EQ(tag.direction, comm::MailTag::Direction::kForward);
+    EXPECT_EQ(tag.direction, comm::P2PTag::Direction::kForward);
   }
   EXPECT_EQ(seen.tags().size(), 4U * 2 * 3);  // micro-batches, borders between ranks, tensors
 }
@@ -251,8 +251,8 @@ TEST(PipelineRunner, NothingComesBackToAFrozenFront) {
   const auto left = run(ValidProgram(schedule), toy);
   const auto tags = seen.tags();
   const auto back = std::ranges::count_if(tags, [](const auto& tag) {
-    EXPECT_TRUE(tag.direction == comm::MailTag::Direction::kForward || tag.stage == 3);
-    return tag.direction == comm::MailTag::Direction::kBackward;
+    EXPECT_TRUE(tag.direction == comm::P2PTag::Direction::kForward || tag.stage == 3);
+    return tag.direction == comm::P2PTag::Direction::kBackward;
   });
   EXPECT_EQ(back, 4 * 2);  // of the last border: two tensors have a gradient
   expect_same_left(left, run_in_one_process(toy, 4), toy.numbers);
@@ -268,7 +268,7 @@ TEST(PipelineRunner, TheTurnOfAVSendsNothing) {
   const Seen seen;
   run(ValidProgram(schedule), toy);
   for (const auto& tag : seen.tags()) {
-    const bool forward = tag.direction == comm::MailTag::Direction::kForward;
+    const bool forward = tag.direction == comm::P2PTag::Direction::kForward;
     EXPECT_NE(forward ? tag.stage : tag.stage - 1, 1) << "between stages 1 and 2";
   }
   // Micro-batches, borders between ranks; three tensors, and two gradients with a value.
@@ -411,9 +411,8 @@ class Refills : public Stage {
 };
 
 void expect_as_it_was(Refills::Kind kind) {
-  const test_hooks::Set slow(test_hooks::message_delay, [](const comm::MailTag&) {
-    return std::chrono::microseconds(20'000);
-  });
+  const test_hooks::Set slow(test_hooks::message_delay,
+                             [](const comm::P2PTag&) { return std::chrono::microseconds(20'000); });
   for (const std::string lists :
        {"0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"}) {
     SCOPED_TRACE(lists);

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/test_hooks.h"
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "dist/pipeline_stages.h"
 #include "pipeline/kinds.h"
 #include "pipeline/runner.h"
@@ -28,10 +28,10 @@ class Travel {
  public:
   explicit Travel(const Way& way)
       : buffered_(test_hooks::buffered_messages, [buffered = way.buffered] { return buffered; }),
-        delay_(test_hooks::message_delay, [seed = way.delays](const comm::MailTag& tag) {
+        delay_(test_hooks::message_delay, [seed = way.delays](const comm::P2PTag& tag) {
           if (seed == 0) return std::chrono::microseconds(0);
           const auto what = tag.stage * 131 + tag.micro_batch * 17 + tag.index;
-          const bool forward = tag.direction == comm::MailTag::Direction::kForward;
+          const bool forward = tag.direction == comm::P2PTag::Direction::kForward;
           tessera::testing::Dice dice(seed * 1000 +
                                       static_cast<std::uint64_t>(2 * what + (forward ? 1 : 0)));
           return std::chrono::microseconds(dice.chance(50) ? 0 : dice.roll(300));

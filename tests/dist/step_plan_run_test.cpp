@@ -231,7 +231,7 @@ TEST_ON_RANKS(RecomputeByPlan, ModulesAreToldAsLongAsTheStepLasts, 2) {
   // Other inputs of the plan than those of the last step.
   pieces[1]->set_recompute(kNone);
   const auto of = fsdp::plan_units(model.handle);
-  EXPECT_EQ(of[0].recompute_by, fsdp::RecomputeBy::kNobody);
+  EXPECT_EQ(of[0].recompute_by, fsdp::RecomputeBy::kNone);
   EXPECT_EQ(of[1].recompute_by, fsdp::RecomputeBy::kPlan);
   EXPECT_EQ(of[2].recompute_by, fsdp::RecomputeBy::kUser);
   step();

@@ -63,7 +63,7 @@ TEST(StepScopes, WhatBf16WouldLoseStays) {
                           {.reshard = reshard, .sync_every_micro_batch = syncs, .schedule = list});
           std::map<char, int> done;
           std::map<int, at::Tensor> out;
-          std::vector<int> owed;
+          std::vector<int> pending;
           const double values[] = {256, 1, -256};
           for (const char kind : std::string(list)) {
             if (kind == 'F') {
@@ -72,13 +72,13 @@ TEST(StepScopes, WhatBf16WouldLoseStays) {
               out[k] = handle.forward(here(at::full({1, 1}, values[k], at::kBFloat16)));
             } else if (kind == 'W') {
               scope.run_weight_gradients(0, done['W']++);
-              while (std::find(owed.begin(), owed.end(), done['W']) == owed.end() &&
+              while (std::find(pending.begin(), pending.end(), done['W']) == pending.end() &&
                      done['W'] < done['B']) {
                 ++done['W'];
               }
             } else {
               const int k = done['B']++;
-              if (kind == 'I') owed.push_back(k);
+              if (kind == 'I') pending.push_back(k);
               if (kind == 'B' && done['W'] == k) ++done['W'];
               scope.begin_backward(0, k, kind == 'B' ? Backward::kFull : Backward::kInputOnly);
               backward(out[k].sum());

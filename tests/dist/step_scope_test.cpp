@@ -131,7 +131,7 @@ std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches)
   std::mt19937_64 random(seed);
   const auto count = static_cast<std::size_t>(stages);
   std::vector<int> forwards(count), backwards(count), weights(count);  // done, in order
-  std::vector<std::vector<int>> owed(count);
+  std::vector<std::vector<int>> pending(count);
   std::vector<Slot> slots;
   while (true) {
     std::vector<Slot> possible;
@@ -143,17 +143,17 @@ std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches)
       const bool is_last = stage + 1 == stages;
       if (backwards[i] < forwards[i] && (is_last || backwards[i] < backwards[i + 1])) {
         possible.push_back({'I', stage, backwards[i]});
-        if (owed[i].empty()) possible.push_back({'B', stage, backwards[i]});
+        if (pending[i].empty()) possible.push_back({'B', stage, backwards[i]});
       }
-      if (!owed[i].empty()) possible.push_back({'W', stage, owed[i].front()});
+      if (!pending[i].empty()) possible.push_back({'W', stage, pending[i].front()});
     }
     if (possible.empty()) return slots;
     const auto slot = possible[random() % possible.size()];
     const auto i = static_cast<std::size_t>(slot.stage);
     if (slot.kind == 'F') ++forwards[i];
     if (slot.kind == 'B' || slot.kind == 'I') ++backwards[i];
-    if (slot.kind == 'I') owed[i].push_back(slot.micro_batch);
-    if (slot.kind == 'W') owed[i].erase(owed[i].begin());
+    if (slot.kind == 'I') pending[i].push_back(slot.micro_batch);
+    if (slot.kind == 'W') pending[i].erase(pending[i].begin());
     slots.push_back(slot);
   }
 }

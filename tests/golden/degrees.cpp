@@ -132,8 +132,8 @@ Layout layout_of(const Degrees& d) { return {.ranks = d.ranks(), .replicas = d.r
 
 bool is_one_draw(const std::string& folder, const std::string& name, const Degrees& degrees) {
   // A device rounds at other places, as ranks of tp do.
-  const bool draws_anew = degrees.tp > 1 || test::place().device != "cpu";
-  return folder == kSinksFolder && draws_anew && name.ends_with(".sinks");
+  const bool draws_again = degrees.tp > 1 || test::place().device != "cpu";
+  return folder == kSinksFolder && draws_again && name.ends_with(".sinks");
 }
 
 }  // namespace tessera::golden

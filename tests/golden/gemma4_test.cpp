@@ -109,7 +109,7 @@ TEST_P(GoldenGemma4, UnitsThatAreGatheredOnTheirOwnGiveTheSameGradients) {
     const auto batch = train::open_gradients_batch(
         reference().batches(), train::vocabulary_of(source.spec, false), std::nullopt);
     const train::RowRange row{world.rank(), world.rank() + 1};
-    const double kept = static_cast<double>(batch->load(1, {0, ranks}).kept_labels());
+    const double kept = static_cast<double>(batch->load(1, {0, ranks}).unmasked_targets());
     for (int i = 0; i < 2; ++i) {  // the second step follows the recorded order
       model.zero_grad();
       const at::Tensor loss =

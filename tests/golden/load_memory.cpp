@@ -3,7 +3,7 @@
 //
 //   load_memory SMALL_FOLDER FOLDER HOW
 //   HOW: shards (as train does) | copies (every tensor copied first) | pages (every page of the
-//   files touched and kept): the last two do what a loader must not.
+//   files accessed and kept): the last two do what a loader must not.
 #include <ATen/ATen.h>
 #include <fcntl.h>
 #include <unistd.h>

@@ -14,7 +14,7 @@ struct PipelineCase {
   std::string folder;
   std::string schedule;
   int stages = 2;       ///< ranks of axis pp
-  Degrees beside = {};  ///< the other axes
+  Degrees paired = {};  ///< the other axes
   bool bfloat16 = false;
   RecomputeMode recompute = RecomputeMode::kNone;
   train::PipelineReshard reshard = train::PipelineReshard::kStep;
@@ -22,7 +22,7 @@ struct PipelineCase {
 
 inline std::string to_string(const PipelineCase& c) {
   constexpr const char* kRecomputed[] = {"nothing", "layers", "all but weight products"};
-  return concat(c.folder, ", ", c.schedule, " of ", c.stages, " ranks, ", to_string(c.beside),
+  return concat(c.folder, ", ", c.schedule, " of ", c.stages, " ranks, ", to_string(c.paired),
                 c.bfloat16 ? ", bf16" : ", fp32", ", ", kRecomputed[static_cast<int>(c.recompute)],
                 " recomputed, ",
                 c.reshard == train::PipelineReshard::kStep ? "kept in the step"

@@ -189,7 +189,7 @@ Tensors gradients_of_formula(double coef) {
       counts = counts + load.counts;
       probabilities = probabilities + load.probabilities;
     }
-    const auto kept = static_cast<double>(batch.kept_labels());
+    const auto kept = static_cast<double>(batch.unmasked_targets());
     (output.result / kept + coef * formula(counts, probabilities)).backward();
     model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
       found[name] = gradient.detach().cpu().clone();

@@ -36,7 +36,7 @@ class Reference {
     for (auto& slots : slots_) slots.resize(masters_.size());
     for (auto& sums : sums_) sums.resize(masters_.size());
     gradients_.resize(masters_.size());
-    brings_.assign(masters_.size(), kNobody);
+    brings_.assign(masters_.size(), kNone);
     claim_below(0);
     claim(0);
   }
@@ -91,9 +91,9 @@ class Reference {
     const at::NoGradGuard no_grad;
     for (std::size_t p = 0; p < masters_.size(); ++p) {
       if (!gradients_[p].defined()) continue;
-      const bool beside = !masters_[p].is_same(shards_[p]);
-      masters_[p].add_(beside ? gradients_[p].to(at::kFloat) : gradients_[p], -kLr);
-      if (beside) shards_[p].copy_(rounded_to_shard(p));
+      const bool paired = !masters_[p].is_same(shards_[p]);
+      masters_[p].add_(paired ? gradients_[p].to(at::kFloat) : gradients_[p], -kLr);
+      if (paired) shards_[p].copy_(rounded_to_shard(p));
     }
   }
 
@@ -112,8 +112,8 @@ class Reference {
   void make_masters() {
     for (std::size_t p = 0; p < shards_.size(); ++p) {
       const auto master = contracts_[p].master;
-      const bool beside = master == Master::kRemainder || master == Master::kCopy;
-      if (beside && !case_.steps_by_hand && masters_[p].is_same(shards_[p]))
+      const bool paired = master == Master::kRemainder || master == Master::kCopy;
+      if (paired && !case_.steps_by_hand && masters_[p].is_same(shards_[p]))
         masters_[p] = shards_[p].to(at::kFloat);
     }
   }
@@ -139,7 +139,7 @@ class Reference {
   void claim(std::size_t unit) {
     for (const auto object : objects_of_unit(unit)) {
       auto& owner = brings_[case_.objects[object].parameter];
-      if (owner == kNobody) owner = unit;
+      if (owner == kNone) owner = unit;
     }
   }
 
@@ -321,7 +321,7 @@ class Reference {
   std::vector<std::vector<at::Tensor>> sums_;   // [replica][parameter]
   std::map<std::size_t, at::Tensor> aliases_;
   int rank_ = 0;
-  static constexpr std::size_t kNobody = ~std::size_t{0};
+  static constexpr std::size_t kNone = ~std::size_t{0};
   std::vector<std::size_t> brings_;  // by parameter: a unit
 };
 

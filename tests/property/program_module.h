@@ -64,7 +64,7 @@ class ProgramCell : public torch::nn::Module {
   /// The second is undefined without a child beside.
   std::vector<at::Tensor> run(const at::Tensor& x) {
     auto y = checkpointed(node().inside, [this](const at::Tensor& in) { return body(in); }, x);
-    at::Tensor beside;
+    at::Tensor paired;
     for (std::size_t i = 0; i < node().children.size(); ++i) {
       const auto& child = node().children[i];
       auto z = child.detached ? y.detach() : y;
@@ -78,13 +78,13 @@ class ProgramCell : public torch::nn::Module {
       }
       if (tensors_->call.drops == static_cast<int>(child.node)) continue;
       z = z.to(y.scalar_type());
-      if (child.beside) {
-        beside = z * 0.75;
+      if (child.paired) {
+        paired = z * 0.75;
       } else {
         y = child.residual || child.detached ? y + z * 0.5 : z;
       }
     }
-    return {y, beside};
+    return {y, paired};
   }
 
   std::vector<std::shared_ptr<ProgramCell>> plain;

@@ -28,13 +28,13 @@ std::string race_of_two_users(const Between& between) {
       const StreamScope here(first);
       at::Tensor block = pool.take(100, at::kFloat);
       block.fill_(1);
-      pool.give_back(std::move(block));
+      pool.recycle(std::move(block));
     }
     between(pool);
     const StreamScope here(second);
     at::Tensor block = pool.take(100, at::kFloat);
     block.fill_(2);
-    pool.give_back(std::move(block));
+    pool.recycle(std::move(block));
   });
 }
 
@@ -82,7 +82,7 @@ TEST(DevicePool, TakesForTheStreamThatIsNamed) {
   EXPECT_EQ(race_of([&] {
               at::Tensor block = pool.take(100, at::kFloat);
               block.fill_(1);
-              pool.give_back(std::move(block));
+              pool.recycle(std::move(block));
               at::Tensor again = pool.take(100, at::kFloat, group);
               {
                 const StreamScope there(group);
@@ -90,7 +90,7 @@ TEST(DevicePool, TakesForTheStreamThatIsNamed) {
               }
               comm::Event end;
               end.record(group, EventSite::kWorkEnd);
-              pool.give_back(std::move(again), end);
+              pool.recycle(std::move(again), end);
               pool.take(100, at::kFloat).fill_(3);
             }),
             "");
@@ -105,12 +105,12 @@ TEST(DevicePool, TheBlockThatCameBackFirstGoesOutFirst) {
     blocks.push_back(pool.take(100, at::kFloat));
     places.push_back(blocks.back().const_data_ptr());
   }
-  for (at::Tensor& block : blocks) pool.give_back(std::move(block));
+  for (at::Tensor& block : blocks) pool.recycle(std::move(block));
   for (int round = 0; round < 3; ++round) {
     for (const void* place : places) {
       at::Tensor block = pool.take(100, at::kFloat);
       EXPECT_EQ(block.const_data_ptr(), place);
-      pool.give_back(std::move(block));
+      pool.recycle(std::move(block));
     }
   }
 }
@@ -120,7 +120,7 @@ void step(BufferPool& pool, const std::vector<std::int64_t>& sizes) {
   std::vector<at::Tensor> taken;
   taken.reserve(sizes.size());
   for (const auto size : sizes) taken.push_back(pool.take(size, at::kByte));
-  for (auto& one : taken) pool.give_back(std::move(one));
+  for (auto& one : taken) pool.recycle(std::move(one));
 }
 
 TEST(DevicePool, ASteadyStepMakesNothing) {
@@ -150,7 +150,7 @@ TEST(DevicePool, WhatWaitsIsFreedBeforeTheDeviceIsFull) {
   EXPECT_THROW(pool.take(2048, at::kByte), c10::OutOfMemoryError) << "nothing waits any more";
   EXPECT_EQ(pool.total_bytes(), 7168) << "of blocks that there are";
   EXPECT_EQ(pool.blocks_made(), 2);
-  pool.give_back(std::move(most));
+  pool.recycle(std::move(most));
 }
 
 /// What is said where a block that waits is freed for want of memory, and its memory taken again on
@@ -163,7 +163,7 @@ std::string race_in_a_full_device() {
     const StreamScope here(on);
     at::Tensor block = pool.take(bytes, at::kByte);
     block.fill_(1);
-    pool.give_back(std::move(block));
+    pool.recycle(std::move(block));
   };
   return race_of([&] {
     use(first, 3072);

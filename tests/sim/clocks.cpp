@@ -83,7 +83,7 @@ void Clocks::block(Slot slot, const Clock& event) {
   join(clock, event);
 }
 
-void Clocks::begin_anew() {
+void Clocks::restart() {
   streams_.clear();
   slots_.clear();
   ++epoch;

@@ -61,7 +61,7 @@ class Clocks {
   void block(Slot slot, const Clock& event);
 
   /// Forgets all streams. Slots, launches and events of before are over for every thread.
-  void begin_anew();
+  void restart();
 
   /// What this thread has waited for.
   static Clock& of_this_thread();

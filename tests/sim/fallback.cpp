@@ -69,7 +69,7 @@ class Call {
     const bool host_waits = host_reads();
     const c10::DeviceGuard on(device());
     const c10::Stream stream = current_stream(device().index());
-    const Access access = launch(stream, name_, touched_);
+    const Access access = launch(stream, name_, accessed_);
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -126,7 +126,7 @@ class Call {
                 " and sim:", static_cast<int>(index),
                 ", expected all on one device; copy them there first");
     device_ = index;
-    touched_.push_back({tensor, written});
+    accessed_.push_back({tensor, written});
     for (const Given& other : given_) {
       if (other.original.is_same(tensor)) return other.alias;
     }
@@ -199,9 +199,9 @@ class Call {
   bool host_reads() {
     if (operation_.hasTag(at::Tag::data_dependent_output)) return true;
     // Its fast kernel takes bfloat16 alone; what replaces it loops over offsets on the host.
-    if (name_ == "_grouped_mm") return touched_[0].tensor.scalar_type() != at::kBFloat16;
+    if (name_ == "_grouped_mm") return accessed_[0].tensor.scalar_type() != at::kBFloat16;
     if (name_ == "_index_put_impl_") {
-      const auto is_mask = [](const Touched& each) {
+      const auto is_mask = [](const Accessed& each) {
         return each.tensor.scalar_type() == at::kBool || each.tensor.scalar_type() == at::kByte;
       };
       // Behind itself and the indices come the values, which may be numbers of the host.
@@ -209,7 +209,8 @@ class Call {
         return one.is_same(argument(2).toTensor());
       };
       const bool without_values = std::any_of(of_host_.begin(), of_host_.end(), are_of_host);
-      return std::any_of(touched_.begin() + 1, touched_.end() - (without_values ? 0 : 1), is_mask);
+      return std::any_of(accessed_.begin() + 1, accessed_.end() - (without_values ? 0 : 1),
+                         is_mask);
     }
     if (!operation_.hasTag(at::Tag::dynamic_output_shape)) return false;
     for (std::size_t i = 0; i < arguments().size(); ++i) {
@@ -240,7 +241,7 @@ class Call {
     TORCH_CHECK(same_memory, "sim: ", name_, " replaces the memory of its argument: not simulated");
     if (each.original.sizes() == each.alias.sizes()) return;
     resize_to(each.original, each.alias.sizes());
-    touch_result(access, each.original);
+    access_result(access, each.original);
     as_cpu(each.original).copy_(each.alias);
   }
 
@@ -255,7 +256,7 @@ class Call {
     }
     const at::Tensor dense = of_cpu.is_non_overlapping_and_dense() ? of_cpu : of_cpu.contiguous();
     at::Tensor made = new_tensor(dense.sizes(), dense.strides(), dense.scalar_type(), device());
-    touch_result(access, made);
+    access_result(access, made);
     if (made.numel() > 0) {
       std::memcpy(for_kernels(made.mutable_data_ptr()), dense.const_data_ptr(), dense.nbytes());
     }
@@ -269,7 +270,7 @@ class Call {
   std::optional<c10::DeviceIndex> device_;
   std::vector<Given> given_;
   std::vector<at::Tensor> of_host_;
-  std::vector<Touched> touched_;
+  std::vector<Accessed> accessed_;
   bool uploads_ = false;
 };
 

@@ -279,7 +279,7 @@ TEST(FaultsDeathTest, AHostAccessOfDeviceMemoryFaults) {
         (void)value;
       },
       testing::ExitedWithCode(134),
-      "the host touches device memory: a block of 512 bytes of sim:1, last written by "
+      "the host accesses device memory: a block of 512 bytes of sim:1, last written by "
       "fill_.Scalar; copy it to the host first");
   const at::Tensor on_host = at::full({4}, 3.0, on(1)).cpu();
   EXPECT_EQ(*static_cast<const float*>(on_host.const_data_ptr()), 3.0F);
@@ -294,7 +294,7 @@ TEST(FaultsDeathTest, PinnedMemoryIsUnreadableUntilItsCopyLands) {
     return static_cast<const float*>(host.const_data_ptr())[4999];
   };
   EXPECT_EXIT(read(/*wait=*/false), testing::ExitedWithCode(134),
-              "the host touches pinned memory before a copy from the device has arrived");
+              "the host accesses pinned memory before a copy from the device has arrived");
   EXPECT_EQ(read(/*wait=*/true), 3.0F);
 }
 

@@ -189,7 +189,7 @@ TEST_P(HostRead, StandsOnTheWaitBoardUntilTheWorldIsAborted) {
   EXPECT_EQ(board->standing().waits, 0);
 }
 
-// Naive: a thread keeps what its World has lent it, and after a World that failed every read says
+// Naive: a thread keeps what its World has shared it, and after a World that failed every read says
 // why that one did.
 TEST_P(HostRead, AFailedWorldThatHasGoneSaysNothing) {
   const at::Tensor values = at::full({8}, 3.0, on(0));
@@ -389,7 +389,7 @@ TEST(HostReadDeathTest, ItsEventIsFoundIfItIsLeftOut) {
   };
   for (const Stream& apart : {Stream(), Stream::make(device(0))}) {
     EXPECT_EXIT(first_of(/*with_event=*/false, apart), testing::ExitedWithCode(134),
-                "the host touches pinned memory before a copy from the device has arrived");
+                "the host accesses pinned memory before a copy from the device has arrived");
     EXPECT_EQ(first_of(/*with_event=*/true, apart), 3.0F);
   }
 }

@@ -20,9 +20,9 @@ void install(int devices) {
 }
 
 void settle() {
-  if (!why_broken().empty()) begin_anew();
+  if (!why_broken().empty()) restart();
   device_memory().emptyCache();  // waits for every device
-  begin_anew();
+  restart();
 }
 
 }  // namespace tessera::sim

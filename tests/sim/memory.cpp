@@ -234,11 +234,11 @@ void say(std::size_t number) {
   say(&digits[at]);
 }
 
-/// Says whose memory the host touched and where from, with nothing that takes memory or a lock.
+/// Says whose memory the host accessed and where from, with nothing that takes memory or a lock.
 void on_fault(int signal, siginfo_t* info, void* /*context*/) {
   const void* address = info->si_addr;
   if (is_device_memory(address)) {
-    say("sim: the host touches device memory");
+    say("sim: the host accesses device memory");
     if (const Block* block = memory_of_devices().find(address)) {
       say(": a block of ");
       say(block->size);
@@ -251,7 +251,8 @@ void on_fault(int signal, siginfo_t* info, void* /*context*/) {
     }
     say("; copy it to the host first\n");
   } else if (is_pinned(address)) {
-    say("sim: the host touches pinned memory before a copy from the device has arrived there; wait "
+    say("sim: the host accesses pinned memory before a copy from the device has arrived there; "
+        "wait "
         "for an event behind the copy first\n");
   } else {
     std::signal(signal, SIG_DFL);  // happens again, without us

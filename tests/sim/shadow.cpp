@@ -99,7 +99,7 @@ std::optional<Conflict> Shadow::touch(std::uintptr_t begin, std::uintptr_t end, 
 void Shadow::add_read(std::uintptr_t begin, std::uintptr_t end, const Access& now) {
   auto it = segments_.lower_bound(begin);
   for (std::uintptr_t at = begin; at < end; ++it) {
-    if (it == segments_.end() || it->first > at) {  // never touched
+    if (it == segments_.end() || it->first > at) {  // never accessed
       const std::uintptr_t stop = it == segments_.end() ? end : std::min(end, it->first);
       it = segments_.emplace(at, Segment{stop, {}, {}}).first;
     }

@@ -152,7 +152,7 @@ Held held_by_steps(World& world, int replicas, const PrecisionPolicy& policy, Cl
   torch::optim::SGD optimizer(model.handle.parameters(), torch::optim::SGDOptions(0.001));
   const int index = world.device().index();
   auto& runtime = model.handle.unit()->runtime();
-  const auto beside_pool = [&](std::int64_t bytes) {
+  const auto outside_pool = [&](std::int64_t bytes) {
     return bytes - runtime.pool()->total_bytes();
   };
   Held held;
@@ -162,12 +162,12 @@ Held held_by_steps(World& world, int replicas, const PrecisionPolicy& policy, Cl
       const at::Tensor x = input_on(world, step);
       at::getDeviceAllocator(world.device().type())->resetPeakStats(world.device().index());
       const at::Tensor loss = test::squares(model.handle.forward(x));
-      held.forward_peak.push_back(beside_pool(peak_bytes(index)));
+      held.forward_peak.push_back(outside_pool(peak_bytes(index)));
       EXPECT_EQ(sums_of(runtime, &fsdp::Bucket::accumulator), 0);
       EXPECT_EQ(sums_of(runtime, &fsdp::Bucket::final_memory), 0);
       test::backward(loss);
     }
-    held.with_sums = beside_pool(live_bytes(index));
+    held.with_sums = outside_pool(live_bytes(index));
     held.sums = sums_of(runtime, &fsdp::Bucket::accumulator) +
                 sums_of(runtime, &fsdp::Bucket::final_memory);
     optimizer.step();
@@ -176,7 +176,7 @@ Held held_by_steps(World& world, int replicas, const PrecisionPolicy& policy, Cl
     if (clears == Clears::kEachByHand) {
       for (auto& parameter : model.handle.parameters()) parameter.mutable_grad().reset();
     }
-    held.cleared.push_back(beside_pool(live_bytes(index)));
+    held.cleared.push_back(outside_pool(live_bytes(index)));
   }
   return held;
 }
@@ -242,9 +242,9 @@ TEST(StepOnADevice, AGroupedProductIsGoneBeforeItsRowsGradientIsMade) {
       const std::int64_t before = live_bytes(world.device().index());
       y.backward(grad);
       if (step == 0) continue;  // the pool has its blocks, and the sum is there
-      const std::int64_t beside = peak_bytes(world.device().index()) - before;
-      EXPECT_GE(beside, kBytes);
-      EXPECT_LT(beside, kBytes + kBytes / 2);
+      const std::int64_t paired = peak_bytes(world.device().index()) - before;
+      EXPECT_GE(paired, kBytes);
+      EXPECT_LT(paired, kBytes + kBytes / 2);
     }
   });
 }

@@ -75,7 +75,7 @@ struct Sides : torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& z) {
     const at::Tensor x = in_front ? MayWait::apply(z, c) : z;
-    if (!beside) return MayWait::apply(x, a) + at::relu(x * b);
+    if (!paired) return MayWait::apply(x, a) + at::relu(x * b);
     const Stream here = Stream::current(x.device());
     follow(side, here);
     at::Tensor other;
@@ -92,7 +92,7 @@ struct Sides : torch::nn::Module {
   }
 
   at::Tensor a, b, c;
-  bool beside = false;
+  bool paired = false;
   bool in_front = false;
   bool apart = false;   ///< no gathers order the streams in backward
   bool direct = false;  ///< products of `beside` are written into slots, too
@@ -127,7 +127,7 @@ struct Case {
   std::string name;
   int ranks = 2;
   int replicas = 1;
-  bool beside = false;      ///< parts of each unit on a stream of their own
+  bool paired = false;      ///< parts of each unit on a stream of their own
   bool in_front = false;    ///< and one in front of these
   bool alternates = false;  ///< every other micro-batch on a stream of its own
   bool keeps = false;       ///< units stay unsharded after backward
@@ -148,7 +148,7 @@ std::vector<at::Tensor> results_of(World& world, const Case& c) {
   if (c.stays) handle.set_reshard_after_forward(false);
   tower->direct = c.direct;
   for (const auto& sides : tower->sides) {
-    sides->beside = c.beside;
+    sides->paired = c.paired;
     sides->in_front = c.in_front;
     sides->apart = c.in_front || c.stays;
     sides->direct = c.direct;
@@ -221,21 +221,21 @@ std::vector<Case> cases() {
         change(c);
         all.push_back(c);
       };
-      add("parts beside", [](Case& c) { c.beside = true; });
+      add("parts beside", [](Case& c) { c.paired = true; });
       add("micro-batches", [](Case& c) { c.alternates = true; });
       add("micro-batches, kept", [](Case& c) { c.alternates = c.keeps = true; });
-      add("both, reduced at last", [](Case& c) { c.beside = c.alternates = c.at_last = true; });
-      add("parts in front and beside", [](Case& c) { c.in_front = c.beside = true; });
+      add("both, reduced at last", [](Case& c) { c.paired = c.alternates = c.at_last = true; });
+      add("parts in front and beside", [](Case& c) { c.in_front = c.paired = true; });
       // A gather, or memory that is given back, would order the streams.
       add("both, never resharded, reduced at last",
-          [](Case& c) { c.beside = c.alternates = c.stays = c.at_last = true; });
-      add("both, in flight", [](Case& c) { c.beside = c.alternates = c.in_flight = true; });
-      add("deferred", [](Case& c) { c.beside = c.defers = true; });
+          [](Case& c) { c.paired = c.alternates = c.stays = c.at_last = true; });
+      add("both, in flight", [](Case& c) { c.paired = c.alternates = c.in_flight = true; });
+      add("deferred", [](Case& c) { c.paired = c.defers = true; });
       add("deferred micro-batches", [](Case& c) { c.alternates = c.defers = true; });
-      add("direct", [](Case& c) { c.beside = c.direct = true; });
-      add("direct micro-batches", [](Case& c) { c.beside = c.direct = c.alternates = true; });
+      add("direct", [](Case& c) { c.paired = c.direct = true; });
+      add("direct micro-batches", [](Case& c) { c.paired = c.direct = c.alternates = true; });
       // Kept: what a backward gives back would order who takes it for slots behind all that it did.
-      add("direct, deferred", [](Case& c) { c.beside = c.direct = c.defers = c.keeps = true; });
+      add("direct, deferred", [](Case& c) { c.paired = c.direct = c.defers = c.keeps = true; });
     }
   }
   return all;

@@ -160,7 +160,7 @@ Counts take(std::optional<Slot> on) {
 }  // namespace
 
 Access launch(const c10::Stream& stream, const std::string& operation,
-              const std::vector<Touched>& touched, CarriedOut when) {
+              const std::vector<Accessed>& accessed, CarriedOut when) {
   asked_in_a_row = 0;
   State& s = state();
   std::unique_lock lock(s.mutex);
@@ -173,7 +173,7 @@ Access launch(const c10::Stream& stream, const std::string& operation,
   const std::string* name = &*s.names.insert(operation).first;
   const Access now{slot, s.clocks.launch(slot), name, current_rank};
   ++s.launches[{current_rank, slot, name}];
-  for (const Touched& each : touched) touch(each.tensor, each.written, now);
+  for (const Accessed& each : accessed) touch(each.tensor, each.written, now);
   return now;
 }
 
@@ -184,7 +184,7 @@ void stand_still_behind(const c10::Stream& stream) {
   stand_still(lock, [&] { return can_begin(s.clocks.of(slot)); });
 }
 
-void touch_result(const Access& of, const at::Tensor& result) {
+void access_result(const Access& of, const at::Tensor& result) {
   const std::lock_guard lock(state().mutex);
   touch(result, true, of);
 }
@@ -284,10 +284,10 @@ void free_bytes(const void* begin, std::size_t size) {
   s.shadow.end(first, first + size, Clocks::of_this_thread());
 }
 
-void begin_anew() {
+void restart() {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  s.clocks.begin_anew();
+  s.clocks.restart();
   s.shadow.forget();
   s.launches.clear();
   s.waits.clear();

@@ -14,7 +14,7 @@
 
 namespace tessera::sim {
 
-struct Touched {
+struct Accessed {
   at::Tensor tensor;
   bool written = false;
 };
@@ -25,11 +25,11 @@ enum class CarriedOut { kAtOnce, kLater };
 /// One operation on a stream: counted, behind what its thread has waited for, and compared with
 /// every access before. Throws Race.
 Access launch(const c10::Stream& stream, const std::string& operation,
-              const std::vector<Touched>& touched, CarriedOut when = CarriedOut::kAtOnce);
+              const std::vector<Accessed>& accessed, CarriedOut when = CarriedOut::kAtOnce);
 /// As the launch of something on the stream that runs at once.
 void stand_still_behind(const c10::Stream& stream);
 /// A result that the operation made afterwards.
-void touch_result(const Access& of, const at::Tensor& result);
+void access_result(const Access& of, const at::Tensor& result);
 
 /// Non-blocking copies (late_copies.h).
 void arrive_late(const Access& copy, const at::Tensor& target, const at::Tensor& value);
@@ -37,10 +37,10 @@ void check_late(const Access& copy, const at::Tensor& source);
 
 /// What others end: it is not over before. What is launched behind it stands still until then, on the
 /// host, too, since kernels run at once; or goes on, where nothing that it reads is missing.
-enum class Behind { kStandsStill, kGoesOn };
+enum class Behind { kStandsStill, kResumes };
 void leave_open(const Access& operation, Behind behind);
 void end_open(const Access& operation);
-/// Nobody will end what is open: whoever stands still throws std::runtime_error, until begin_anew().
+/// Nobody will end what is open: whoever stands still throws std::runtime_error, until restart().
 void break_open(const std::string& why);
 std::string why_broken();
 
@@ -73,7 +73,7 @@ bool waited_for(const Until& until);
 void free_bytes(const void* begin, std::size_t size);
 
 /// What was launched is over for everybody, and counts begin at nothing.
-void begin_anew();
+void restart();
 
 /// For the report of a fault: the name of the operation that wrote the byte last, null where nobody
 /// did or the simulator is busy. Takes no memory.

@@ -60,7 +60,7 @@ TEST(TrainingRun, HasTheBitsOfTheCpuWithItsKernels) {
         EXPECT_EQ(found.losses, expected.losses);
         ASSERT_EQ(expected.norms.size(), static_cast<std::size_t>(*config.training.steps));
         ASSERT_EQ(found.norms.size(), expected.norms.size());
-        // Where a shard ends follows from the device's alignment: a norm adds other stretches.
+        // Where a shard ends follows from the device's alignment: a norm adds other chunks.
         for (std::size_t i = 0; i < found.norms.size(); ++i) {
           EXPECT_NEAR(found.norms[i], expected.norms[i], 1e-12 * expected.norms[i]);
         }
@@ -310,7 +310,7 @@ TEST(TrainingRunDeathTest, ACheckpointsEndIsFoundIfItIsNotRecorded) {
     train_alone("sim", config, folder / "run");
   };
   EXPECT_EXIT(run(), ::testing::ExitedWithCode(134),
-              "the host touches pinned memory before a copy from the device has arrived");
+              "the host accesses pinned memory before a copy from the device has arrived");
 }
 
 checkpointing::StatePart part_of(const std::string& name, const at::Tensor& values) {

@@ -51,8 +51,8 @@ enum class Missing : std::uint8_t {
 struct Field {
   // NOLINTNEXTLINE(google-explicit-constructor): lists of fields name them by literals
   constexpr Field(const char* in_files) : key(in_files), says(in_files) {}
-  constexpr Field(const char* in_files, const char* in_words, Missing how = Missing::kNever)
-      : key(in_files), says(in_words), missing(how) {}
+  constexpr Field(const char* in_files, const char* as_text, Missing how = Missing::kNever)
+      : key(in_files), says(as_text), missing(how) {}
   constexpr Field(const char* in_files, Missing how)
       : key(in_files), says(in_files), missing(how) {}
 

@@ -163,11 +163,11 @@ class JsonFieldsReader {
 
   /// `beside`: further keys, which the caller reads.
   template <class T>
-  void object(T& value, const JsonCursor& at, std::vector<std::string_view> beside = {}) {
+  void object(T& value, const JsonCursor& at, std::vector<std::string_view> other = {}) {
     at.require(at.value().is_object(), "an object");
     if (others_ == OtherKeys::kRefused) {
-      for (const auto key : keys_of<T>()) beside.push_back(key);
-      detail::require_only(at, beside);
+      for (const auto key : keys_of<T>()) other.push_back(key);
+      detail::require_only(at, other);
     }
     members(value, at);
   }

@@ -22,7 +22,7 @@ void for_ranges(std::int64_t size, std::int64_t grain,
 /// under OMP_THREAD_LIMIT. oneDNN (libtorch 2.13) cuts bf16 products for the number that is set, and
 /// where the limit grants fewer threads the parts of the others silently hold anything.
 void set_threads(int wanted);
-/// The same for as many as there are; without a limit nothing is touched.
+/// The same for as many as there are; without a limit nothing is accessed.
 void heed_thread_limit();
 /// Lowers that number to the CPUs that a quota of the control groups grants, which libgomp does not
 /// see, unless OMP_NUM_THREADS gives one. For programs, before they compute.

@@ -94,8 +94,8 @@ Counted count(const DryBuild& build, int rank, int ranks, KernelsOf kernels,
   return found;
 }
 
-capture::StepMemory beside_pool(const Counted& step) {
-  return capture::beside_pool(step.run.between_steps, step.run.peak, step.run.pool, step.passes);
+capture::StepMemory outside_pool(const Counted& step) {
+  return capture::outside_pool(step.run.between_steps, step.run.peak, step.run.pool, step.passes);
 }
 
 }  // namespace
@@ -109,9 +109,9 @@ DryActivations dry_activations(const DryBuild& build, int rank, int ranks, Kerne
     return count(build, rank, ranks, kernels, mode);
   };
   const auto none = counted_in(RecomputeMode::kNone);
-  const capture::StepsByMode steps{.none = beside_pool(none),
-                                   .selective = beside_pool(counted_in(RecomputeMode::kSelective)),
-                                   .full = beside_pool(counted_in(RecomputeMode::kFull))};
+  const capture::StepsByMode steps{.none = outside_pool(none),
+                                   .selective = outside_pool(counted_in(RecomputeMode::kSelective)),
+                                   .full = outside_pool(counted_in(RecomputeMode::kFull))};
   std::set<std::string> units;
   for (const auto* step : {&steps.none, &steps.selective, &steps.full}) {
     units.merge(capture::innermost_units(step->passes));

@@ -56,12 +56,12 @@ class Activations {
       : idle_(none.idle), units_(units), none_(passes_of(none, units)) {
     std::int64_t held = idle_;
     for (const DryPass& forward : none_.forwards) {
-      found_.forward.beside += forward.before - held;
+      found_.forward.outside += forward.before - held;
       held = forward.after;
       auto& unit = of(forward.unit);
       unit.none = std::max(unit.none, kept(forward));
     }
-    found_.forward.beside = std::max<std::int64_t>(0, found_.forward.beside);
+    found_.forward.outside = std::max<std::int64_t>(0, found_.forward.outside);
     found_.forward.after = std::max<std::int64_t>(0, none_.end - held);
     found_.passing = std::max<std::int64_t>(0, none.peak - none_.end);
   }
@@ -74,7 +74,7 @@ class Activations {
     TESSERA_CHECK(is_alike, ErrorKind::kUsage, "activations: found ", passes.forwards.size(),
                   " forwards of units in a step that recomputes them, and ", none_.forwards.size(),
                   " in one that does not, expected the same; call units alike in every step");
-    std::int64_t before = idle_ + found_.forward.beside + found_.passing;
+    std::int64_t before = idle_ + found_.forward.outside + found_.passing;
     for (std::size_t i = 0; i < passes.forwards.size(); ++i) {
       auto& unit = of(passes.forwards[i].unit);
       const std::int64_t left = kept(passes.forwards[i]);
@@ -103,8 +103,8 @@ class Activations {
 
 }  // namespace
 
-StepMemory beside_pool(std::int64_t between_steps, std::int64_t peak, std::int64_t pool,
-                       std::vector<DryPass> passes) {
+StepMemory outside_pool(std::int64_t between_steps, std::int64_t peak, std::int64_t pool,
+                        std::vector<DryPass> passes) {
   return {.idle = between_steps - pool, .peak = peak - pool, .passes = std::move(passes)};
 }
 

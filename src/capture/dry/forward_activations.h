@@ -19,8 +19,8 @@ struct StepMemory {
   std::vector<DryPass> passes = {};
 };
 /// `pool`: when its gradients were complete.
-StepMemory beside_pool(std::int64_t between_steps, std::int64_t peak, std::int64_t pool,
-                       std::vector<DryPass> passes);
+StepMemory outside_pool(std::int64_t between_steps, std::int64_t peak, std::int64_t pool,
+                        std::vector<DryPass> passes);
 
 /// One for each mode of what may be recomputed.
 struct StepsByMode {

@@ -22,7 +22,7 @@ void Comparison::look_at(std::size_t step) {
       return differs(name_of(eager_.steps()[step].call->operation));
     }
   }
-  // A replay hands it in here, where its slot is lent: the value that was looked at.
+  // A replay hands it in here, where its slot is shared: the value that was looked at.
   const auto& call = *replayed.call;
   if (call.direct && step >= eager_.forward_steps()) {
     const auto& came = eager_.steps()[call.gradient_step].gradient;

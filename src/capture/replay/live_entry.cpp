@@ -329,14 +329,14 @@ bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {
     return true;
   }
   const at::Tensor& raw = value(gradient.raw);
-  auto lent = gradient.sink->lend(gradient.slot, {raw.sizes(), raw.scalar_type(), raw.device()},
-                                  grad::Source::kCaptured);
-  if (!lent) return false;
+  auto shared = gradient.sink->lend(gradient.slot, {raw.sizes(), raw.scalar_type(), raw.device()},
+                                    grad::Source::kCaptured);
+  if (!shared) return false;
   stack_ = stacks_[step];
-  stack_.back() = lent->tensor();
+  stack_.back() = shared->tensor();
   run_boxed(call, stack_);
   stack_.clear();
-  lent->give_back();
+  shared->recycle();
   accepted_[call.gradient_step] = true;
   return true;
 }

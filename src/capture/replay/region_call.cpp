@@ -143,7 +143,7 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
   tape->close();
   if (!tape->refused().empty()) return switch_off(region, variant, tape->refused());
   if (variant.tape == nullptr) {
-    auto [program, why] = apart([&] {
+    auto [program, why] = run_on_helper_thread([&] {
       auto made = std::make_shared<Program>();
       auto refused = make_program(*tape, ends, *made);
       return std::pair(std::move(made), std::move(refused));
@@ -259,7 +259,7 @@ variable_list taken_from_checkpoint(const Program& program, std::size_t inputs) 
   variable_list taken;
   for (std::size_t i = inputs; i < program.inputs.size(); ++i) {
     taken.push_back(
-        grad::take_kept(program.values[static_cast<std::size_t>(program.inputs[i])].sizes));
+        grad::next_recorded(program.values[static_cast<std::size_t>(program.inputs[i])].sizes));
   }
   return taken;
 }
@@ -358,7 +358,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       return call.graph.backward(call.results, grads);
     }
     if (!tape->refused().empty()) {
-      // As eager as ever, so that slots are lent again.
+      // As eager as ever, so that slots are shared again.
       switch_off(*call.region, variant, tape->refused());
       return call.graph.backward(call.results, grads);
     }

@@ -7,7 +7,7 @@
 // other memory in a scratch block, which regions share, since they run one after the other. What is
 // handed to autograd (results, gradients of arguments) is fresh in each call: a replay that wrote
 // there again would change what others hold. A product that is a parameter's gradient and nothing
-// else names the slot, which is lent to it where it may be. [Note: direct slots] of grad/sink.h.
+// else names the slot, which is shared to it where it may be. [Note: direct slots] of grad/sink.h.
 // Next: live_entry.h.
 #pragma once
 

@@ -147,7 +147,7 @@ void SharedByRegions::trim() const {
 std::shared_ptr<LiveEntry> Region::take_entry(const std::shared_ptr<Variant>& variant) const {
   std::unique_ptr<LiveEntry> entry;
   if (variant->free.empty()) {
-    entry = apart(
+    entry = run_on_helper_thread(
         [&] { return std::make_unique<LiveEntry>(variant->program, shared_->blocks, unit_); });
   } else {
     entry = std::move(variant->free.back());
@@ -194,8 +194,8 @@ Guards Region::guards_of(const std::vector<at::Tensor>& inputs) const {
   for (const auto& each : parameters_) guards.needs_gradient.push_back(each.requires_grad());
   for (const auto& each : modules_) guards.training.push_back(each->is_training());
   guards.grad_mode = c10::GradMode::is_enabled();
-  guards.keeps = grad::kept_here(grad::CheckpointRun::kFirst) != nullptr;
-  guards.takes = grad::kept_here(grad::CheckpointRun::kAgain) != nullptr;
+  guards.keeps = grad::recorded_results(grad::CheckpointRun::kFirst) != nullptr;
+  guards.takes = grad::recorded_results(grad::CheckpointRun::kAgain) != nullptr;
   guards.default_dtype = c10::get_default_dtype_as_scalartype();
   guards.threads = at::get_num_threads();
   guards.deterministic = at::globalContext().deterministicAlgorithms();
@@ -229,8 +229,8 @@ bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs
       !is_set_as(guards)) {
     return false;
   }
-  if (guards.keeps != (grad::kept_here(grad::CheckpointRun::kFirst) != nullptr) ||
-      guards.takes != (grad::kept_here(grad::CheckpointRun::kAgain) != nullptr)) {
+  if (guards.keeps != (grad::recorded_results(grad::CheckpointRun::kFirst) != nullptr) ||
+      guards.takes != (grad::recorded_results(grad::CheckpointRun::kAgain) != nullptr)) {
     return false;
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -302,7 +302,7 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
   if (variant == nullptr) {
     if (!has_room()) return eager("more than four variants", inputs, body);
     const Guards guards = guards_of(inputs);
-    variants_.push_back(apart([&] {
+    variants_.push_back(run_on_helper_thread([&] {
       auto made = std::make_shared<Variant>();
       made->guards = guards;
       return made;
@@ -330,7 +330,7 @@ std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Mo
   auto& region = regions_[{owner.get(), std::string(name)}];
   // An address may come again.
   if (region == nullptr || !region->is_of(owner)) {
-    region = apart([&] {
+    region = run_on_helper_thread([&] {
       return std::make_shared<Region>(owner, concat(owner->name(), name.empty() ? "" : ", ", name),
                                       shared_);
     });

@@ -35,7 +35,7 @@ class DirectSumSteps final : public Steps {
 
   int rounds(int /*ranks*/) const override { return in_two_ ? 2 : 1; }
   void post_receives(Transfers& transfers, int round) override {
-    if (round == 0) return transfers.receive_beside(mine_.size() * element_);
+    if (round == 0) return transfers.receive_addends(mine_.size() * element_);
     for_others(transfers, [&](int peer) {
       const layout::Range part = summed_by(op_, ranks_, peer);
       transfers.receive(peer, at_byte(op_.result(), part.begin * sum_element_),
@@ -60,7 +60,7 @@ class DirectSumSteps final : public Steps {
     const kernels::HostSum sum = into_result(op_, mine_);
     // In place, the sum overwrites this rank's addends.
     transfers.before_overwriting(sum.data, mine_.size() * sum_element_);
-    add_beside(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(), sum);
+    add_addends(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(), sum);
   }
 
  private:

@@ -24,14 +24,14 @@ class AllToAllSteps final : public Steps {
   void post_receives(Transfers& transfers, int round) override {
     const std::int64_t element = element_bytes(op_.output);
     for (int peer = 0; peer < transfers.size(); ++peer) {
-      transfers.receive(peer, at_byte(op_.output, stretch_begin(op_.receives, peer) * element),
+      transfers.receive(peer, at_byte(op_.output, range_begin(op_.receives, peer) * element),
                         op_.receives[static_cast<std::size_t>(peer)] * element, round);
     }
   }
   void post_sends(Transfers& transfers, int round) override {
     const std::int64_t element = element_bytes(op_.input);
     const auto send = [&](int peer) {
-      transfers.send(peer, at_byte(op_.input, stretch_begin(op_.sends, peer) * element),
+      transfers.send(peer, at_byte(op_.input, range_begin(op_.sends, peer) * element),
                      op_.sends[static_cast<std::size_t>(peer)] * element, round);
     };
     for_successors(transfers, send);

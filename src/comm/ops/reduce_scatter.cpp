@@ -22,7 +22,7 @@ class ReduceScatterSteps final : public Steps {
       : op_(op), slice_(nbytes(op.input) / ranks) {}
 
   void post_receives(Transfers& transfers, int /*round*/) override {
-    transfers.receive_beside(slice_);
+    transfers.receive_addends(slice_);
   }
   void post_sends(Transfers& transfers, int round) override {
     for_successors(transfers, [&](int peer) {
@@ -30,8 +30,8 @@ class ReduceScatterSteps final : public Steps {
     });
   }
   void combine(Transfers& transfers, int /*round*/) override {
-    add_beside(transfers, at_byte(op_.input, slice_ * transfers.self()), op_.input.scalar_type(),
-               into_output(op_));
+    add_addends(transfers, at_byte(op_.input, slice_ * transfers.self()), op_.input.scalar_type(),
+                into_output(op_));
   }
 
  private:

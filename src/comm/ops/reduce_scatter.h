@@ -7,7 +7,7 @@ namespace tessera::comm {
 /// `input` [size x slice] in the wire dtype, `output` [slice] in the accumulation dtype:
 /// output (=, +=) sum over ranks, in rank order, of their input's slice of this rank; every addend
 /// is widened to the output's dtype before it is added. `input` is left as it was; neither may be
-/// touched before wait() returned. Bytes a rank sends: (size - 1) x slice bytes.
+/// accessed before wait() returned. Bytes a rank sends: (size - 1) x slice bytes.
 struct ReduceScatter {
   at::Tensor input;
   at::Tensor output;

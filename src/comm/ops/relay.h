@@ -24,7 +24,7 @@ Round round_of(int round, int rank, int ranks);
 /// With whom a rank exchanges something in any round, ascending.
 std::vector<int> partners(int rank, int ranks);
 
-/// All other ranks in stretches of at most `most` (2 or more), the nearest first: two ranks stand
+/// All other ranks in chunks of at most `most` (2 or more), the nearest first: two ranks stand
 /// in each other's wave of the same number, so nobody waits for one that is at another wave for
 /// ever.
 std::vector<std::vector<int>> waves(int rank, int ranks, int most);

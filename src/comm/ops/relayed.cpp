@@ -17,7 +17,7 @@ void refuse_devices() {
 class BytesSteps final : public RelayedGatherSteps {
  public:
   BytesSteps(const RelayedGather& op, int rank)
-      : RelayedGatherSteps(op.bytes, op.lengths, stretch_begin(op.lengths, rank)), op_(op) {}
+      : RelayedGatherSteps(op.bytes, op.lengths, range_begin(op.lengths, rank)), op_(op) {}
 
  private:
   void deliver(Transfers& transfers) override {

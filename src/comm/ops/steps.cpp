@@ -7,12 +7,12 @@
 
 namespace tessera::comm {
 
-void add_beside(Transfers& transfers, const void* own, at::ScalarType wire,
-                const kernels::HostSum& result) {
+void add_addends(Transfers& transfers, const void* own, at::ScalarType wire,
+                 const kernels::HostSum& result) {
   std::vector<const void*> addends;
   addends.reserve(static_cast<std::size_t>(transfers.size()));
   for (int rank = 0; rank < transfers.size(); ++rank) {
-    addends.push_back(rank == transfers.self() ? own : transfers.beside(rank));
+    addends.push_back(rank == transfers.self() ? own : transfers.addend(rank));
   }
   kernels::sum_host_memory(addends, wire, result);
 }

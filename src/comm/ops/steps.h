@@ -28,8 +28,8 @@ inline std::int64_t nbytes(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(tensor.nbytes());
 }
 
-/// Where rank `peer`'s stretch begins among stretches of `counts`.
-inline std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int peer) {
+/// Where rank `peer`'s stretch begins among chunks of `counts`.
+inline std::int64_t range_begin(const std::vector<std::int64_t>& counts, int peer) {
   return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
 }
 
@@ -46,8 +46,8 @@ class Transfers {
   virtual void send(int peer, const void* from, std::int64_t bytes, int round) = 0;
   /// Receives `bytes` from each other rank in the first round, outside of the op's tensors. Where
   /// ranks share memory nothing is copied: combine() reads what was sent in its place.
-  virtual void receive_beside(std::int64_t bytes) = 0;
-  virtual const void* beside(int peer) = 0;  ///< for combine(): what `peer` sent so
+  virtual void receive_addends(std::int64_t bytes) = 0;
+  virtual const void* addend(int peer) = 0;  ///< for combine(): what `peer` sent so
   /// Takes memory for the op until it is done.
   virtual void take_aside(std::int64_t bytes) = 0;
   virtual std::byte* aside(std::int64_t offset) = 0;
@@ -83,9 +83,9 @@ void for_others(const Transfers& transfers, Act act) {
   }
 }
 
-/// Adds `own` and what receive_beside() has brought, in rank order.
-void add_beside(Transfers& transfers, const void* own, at::ScalarType wire,
-                const kernels::HostSum& result);
+/// Adds `own` and what receive_addends() has brought, in rank order.
+void add_addends(Transfers& transfers, const void* own, at::ScalarType wire,
+                 const kernels::HostSum& result);
 
 class RelayedSteps : public Steps {
  public:

@@ -23,7 +23,7 @@ struct UnitControls {
   std::optional<double> divide_factor;  ///< that the user set after sharding
 
   /// Its memory outlasts forwards that nobody differentiates, as it outlasts backwards.
-  bool outlasts_evaluation() const { return !reshard_after_backward && !reshard_after_forward; }
+  bool keeps_unsharded_in_eval() const { return !reshard_after_backward && !reshard_after_forward; }
   bool operator==(const UnitControls&) const = default;
 };
 

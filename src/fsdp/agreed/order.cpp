@@ -95,14 +95,14 @@ Trace counted_after(Trace trace, std::uint32_t before) {
 }
 
 std::vector<UnitId> first_entries(const std::vector<Trace>& parts,
-                                  const std::vector<std::vector<UnitId>>& lenders) {
+                                  const std::vector<std::vector<UnitId>>& owners) {
   std::vector<UnitId> units;
   const auto add = [&](UnitId unit) {
     if (std::ranges::find(units, unit) == units.end()) units.push_back(unit);
   };
   for (const auto& part : parts) {
     for (const auto unit : part.units) {
-      for (const auto lender : lenders.at(unit)) add(lender);
+      for (const auto owner : owners.at(unit)) add(owner);
       add(unit);
     }
   }

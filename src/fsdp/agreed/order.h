@@ -142,7 +142,7 @@ Trace counted_after(Trace trace, std::uint32_t before);
 /// The units that the parts enter, those that lend them parameters before them, each at its first
 /// place. `lenders`: by unit.
 std::vector<UnitId> first_entries(const std::vector<Trace>& parts,
-                                  const std::vector<std::vector<UnitId>>& lenders);
+                                  const std::vector<std::vector<UnitId>>& owners);
 
 /// Adds what `reached` has to what is known of a backward through the same parts.
 void add_reach(std::vector<Reach>& known, const std::vector<Reach>& reached);

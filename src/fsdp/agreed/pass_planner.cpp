@@ -58,8 +58,8 @@ PassPlan PassPlanner::forward() {
       auto& place = places[position];
       if (enters) {
         ++open.at(unit);
-        for_lenders_and(unit, [&](UnitId one) { gather(pass, one); });
-        for_lenders_and(unit, [&](UnitId one) { wait(pass, one); });
+        for_owners_and(unit, [&](UnitId one) { gather(pass, one); });
+        for_owners_and(unit, [&](UnitId one) { wait(pass, one); });
         place.needed = pass.actions.size();
         prefetch(pass, part, position);
         place.ahead = pass.actions.size();
@@ -115,7 +115,7 @@ class PassPlanner::Backward {
       const auto& place = places_[i];
       if (place.begins && is_reached(place)) uses_.push_back({place});
       if (place.begins) continue;
-      planner_.for_lenders_and(unit_of(place), [&](UnitId unit) { use_of_.at(unit).last = i; });
+      planner_.for_owners_and(unit_of(place), [&](UnitId unit) { use_of_.at(unit).last = i; });
     }
   }
 
@@ -152,7 +152,7 @@ class PassPlanner::Backward {
   void secure(Use& use) {
     if (use.secured) return;
     use.secured = true;
-    planner_.for_lenders_and(unit_of(use.place), [&](UnitId unit) {
+    planner_.for_owners_and(unit_of(use.place), [&](UnitId unit) {
       ++use_of_.at(unit).secured;
       if (units_[unit].gathers_in_backward) planner_.gather(pass_, unit);
     });
@@ -164,7 +164,7 @@ class PassPlanner::Backward {
     const bool is_used = is_reached(place);
     if (is_used) {
       secure(uses_[next_use_++]);
-      planner_.for_lenders_and(unit, [&](UnitId one) {
+      planner_.for_owners_and(unit, [&](UnitId one) {
         --use_of_[one].secured;
         ++use_of_[one].active;
         planner_.wait(pass_, one);
@@ -199,12 +199,12 @@ class PassPlanner::Backward {
   void end(const PassedPlace& place) {
     const auto unit = unit_of(place);
     if (is_reached(place)) {
-      planner_.for_lenders_and(unit, [&](UnitId one) { --use_of_[one].active; });
+      planner_.for_owners_and(unit, [&](UnitId one) { --use_of_[one].active; });
       const bool is_free = use_of_[unit].active == 0 && use_of_[unit].secured == 0;
       if (is_free && units_[unit].gathers && !planner_.stays(unit)) planner_.release(pass_, unit);
     }
     reduce_after(unit);
-    for (const auto lender : units_[unit].lenders) reduce_after(lender);
+    for (const auto owner : units_[unit].owners) reduce_after(owner);
     counts_of(place).after = pass_.actions.size();
   }
 

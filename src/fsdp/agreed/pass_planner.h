@@ -45,8 +45,8 @@ class PassPlanner {
   void end_forward_of(PassPlan& pass, UnitId unit);
   void end_pass(PassPlan& pass, Keep until);
   template <class Act>
-  void for_lenders_and(UnitId unit, const Act& act) const {
-    for (const auto lender : units_.at(unit).lenders) act(lender);
+  void for_owners_and(UnitId unit, const Act& act) const {
+    for (const auto owner : units_.at(unit).owners) act(owner);
     act(unit);
   }
 

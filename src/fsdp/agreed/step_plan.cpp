@@ -58,7 +58,7 @@ std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<Pla
     for (const auto id : part.units) {
       const auto& unit = units.at(id);
       used.insert(id);
-      for (const auto* others : {&unit.lenders, &unit.forward_prefetch, &unit.backward_prefetch}) {
+      for (const auto* others : {&unit.owners, &unit.forward_prefetch, &unit.backward_prefetch}) {
         used.insert(others->begin(), others->end());
       }
     }

@@ -51,28 +51,27 @@ inline constexpr Actions kActions{{kMostPlanActions, "actions"}};
 
 /// Who says how a unit's forward is computed again in its backward.
 enum class RecomputeBy : std::uint8_t {
-  kNobody,  ///< it is no Recomputable without units inside
-  kUser,    ///< Recomputable::set_recompute, which binds
+  kNone,  ///< it is no Recomputable without units inside
+  kUser,  ///< Recomputable::set_recompute, which binds
   kPlan,
 };
 constexpr auto words_of(RecomputeBy) {
-  return std::to_array<Word<RecomputeBy>>({{"nobody", RecomputeBy::kNobody},
-                                           {"user", RecomputeBy::kUser},
-                                           {"plan", RecomputeBy::kPlan}});
+  return std::to_array<Word<RecomputeBy>>(
+      {{"nobody", RecomputeBy::kNone}, {"user", RecomputeBy::kUser}, {"plan", RecomputeBy::kPlan}});
 }
 
 /// A unit as far as plans go; the same on every rank.
 struct PlanUnit {
-  std::string name = {};             ///< as messages show it
-  std::int64_t bytes = 0;            ///< of its gathered memory
-  bool gathers = false;              ///< it has parameters, which are gathered to be read
-  bool gathers_in_backward = true;   ///< for its backward, too
-  bool gathered = false;             ///< it is when the step begins
-  bool reduces = false;              ///< its gradients are summed over ranks
-  std::vector<UnitId> lenders = {};  ///< units that hold some of its parameters
+  std::string name = {};            ///< as messages show it
+  std::int64_t bytes = 0;           ///< of its gathered memory
+  bool gathers = false;             ///< it has parameters, which are gathered to be read
+  bool gathers_in_backward = true;  ///< for its backward, too
+  bool gathered = false;            ///< it is when the step begins
+  bool reduces = false;             ///< its gradients are summed over ranks
+  std::vector<UnitId> owners = {};  ///< units that hold some of its parameters
   /// Gathered while it computes; empty: what comes next.
   std::vector<UnitId> forward_prefetch = {}, backward_prefetch = {};
-  RecomputeBy recompute_by = RecomputeBy::kNobody;
+  RecomputeBy recompute_by = RecomputeBy::kNone;
   bool operator==(const PlanUnit&) const = default;
 };
 
@@ -84,7 +83,7 @@ constexpr void fields(V& visit, Of<PlanUnit>) {
   visit("gathers_in_backward", &PlanUnit::gathers_in_backward);
   visit({"gathered", "is gathered when the step begins"}, &PlanUnit::gathered);
   visit("reduces", &PlanUnit::reduces);
-  visit("lenders", &PlanUnit::lenders, UnitNumbers{});
+  visit("lenders", &PlanUnit::owners, UnitNumbers{});
   visit({"forward_prefetch", "prefetch in forward"}, &PlanUnit::forward_prefetch, UnitNumbers{});
   visit({"backward_prefetch", "prefetch in backward"}, &PlanUnit::backward_prefetch, UnitNumbers{});
   visit({"recompute_by", "recomputed by"}, &PlanUnit::recompute_by);

@@ -68,8 +68,8 @@ class Walk {
   }
 
   template <class Act>
-  void for_lenders_and(UnitId unit, const Act& act) const {
-    for (const auto lender : plan_.units[unit].lenders) act(lender);
+  void for_owners_and(UnitId unit, const Act& act) const {
+    for (const auto owner : plan_.units[unit].owners) act(owner);
     act(unit);
   }
   bool is_used(const PassedPlace& place, bool is_forward) const {
@@ -86,7 +86,7 @@ class Walk {
     last_.clear();
     for (std::size_t i = 0; i < places.size(); ++i) {
       if (places[i].begins) continue;
-      for_lenders_and(unit_at(places[i]), [&](UnitId one) { last_[one] = i; });
+      for_owners_and(unit_at(places[i]), [&](UnitId one) { last_[one] = i; });
     }
     find_uses(places);
     std::size_t done = 0;
@@ -97,7 +97,7 @@ class Walk {
       const bool used = is_used(place, is_forward);
       begins_.reset();
       if (!place.begins) {
-        if (used) for_lenders_and(unit, [&](UnitId one) { --users_[one]; });
+        if (used) for_owners_and(unit, [&](UnitId one) { --users_[one]; });
         advance(pass, done, counts.after);
         continue;
       }
@@ -105,7 +105,7 @@ class Walk {
       runs_again_ = false;
       advance(pass, done, counts.needed);
       if (used) {
-        for_lenders_and(unit, [&](UnitId one) { use(one); });
+        for_owners_and(unit, [&](UnitId one) { use(one); });
         ++next_use_;
       }
       is_ahead_ = used;
@@ -129,7 +129,7 @@ class Walk {
     next_use_ = looked_at_ = 0;
     for (const auto& place : places) {
       if (!place.begins || !is_used(place, is_forward_)) continue;
-      for_lenders_and(unit_at(place), [&](UnitId one) { uses_of_[one].push_back(uses_.size()); });
+      for_owners_and(unit_at(place), [&](UnitId one) { uses_of_[one].push_back(uses_.size()); });
       uses_.push_back(place);
     }
   }
@@ -347,7 +347,7 @@ std::vector<std::string> faults_of_shape(const StepPlan& plan) {
   }
   const auto is_unit = [&](UnitId unit) { return unit < count; };
   for (const auto& unit : plan.units) {
-    for (const auto* list : {&unit.lenders, &unit.forward_prefetch, &unit.backward_prefetch}) {
+    for (const auto* list : {&unit.owners, &unit.forward_prefetch, &unit.backward_prefetch}) {
       if (!std::ranges::all_of(*list, is_unit)) add("unit ", unit.name, " names one of none");
     }
     if (unit.bytes < 0) add("unit ", unit.name, " of ", unit.bytes, " bytes");

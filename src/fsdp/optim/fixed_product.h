@@ -21,7 +21,7 @@ struct Product {
   T* result = nullptr;  ///< none of the others
 };
 
-/// How many parts a result has: stretches of columns, which may be formed in any order.
+/// How many parts a result has: chunks of columns, which may be formed in any order.
 template <class T>
 std::int64_t panels_of(std::int64_t columns);
 /// result = alpha a b + beta y in the panels [begin, end). Threads: any, of different panels.

@@ -81,7 +81,7 @@ std::vector<Piece> pieces_of(const MatrixParameter& parameter, std::size_t first
 /// Stretches by peer, those of one peer in the order of pieces.
 template <class Takes, class PeerOf>
 void lay_out(const MatrixExchange& exchange, const Takes& takes, const PeerOf& peer_of,
-             std::vector<Crossing::Stretch>& stretches, std::vector<std::int64_t>& counts) {
+             std::vector<Crossing::Chunk>& chunks, std::vector<std::int64_t>& counts) {
   std::vector<std::vector<std::size_t>> by_peer(static_cast<std::size_t>(exchange.ranks));
   for (std::size_t i = 0; i < exchange.pieces.size(); ++i) {
     const auto& piece = exchange.pieces[i];
@@ -91,7 +91,7 @@ void lay_out(const MatrixExchange& exchange, const Takes& takes, const PeerOf& p
   for (const auto& of_peer : by_peer) {
     const auto begin = at;
     for (const auto piece : of_peer) {
-      stretches.push_back({piece, at});
+      chunks.push_back({piece, at});
       at += exchange.pieces[piece].in_box.size();
     }
     counts.push_back(at - begin);

@@ -72,11 +72,11 @@ double orthogonalization_cost(std::int64_t rows, std::int64_t columns);
 
 /// One of the two all-to-alls as a rank has it: pieces in the order of its buffers.
 struct Crossing {
-  struct Stretch {
+  struct Chunk {
     std::size_t piece = 0;
     std::int64_t at = 0;  ///< first element in the buffer
   };
-  std::vector<Stretch> out, in;
+  std::vector<Chunk> out, in;
   std::vector<std::int64_t> sends, receives;  ///< elements, by rank
 };
 Crossing to_owners(const MatrixExchange& exchange, int rank);

@@ -342,10 +342,9 @@ at::Tensor Muon::results_of(const Known& known, const at::Tensor& arrived) const
   const fsdp::NewtonSchulz how{
       options_.ns_coefficients, options_.ns_steps, options_.ns_eps,
       options_.ns_dtype == IterationDType::kBFloat16 ? at::kBFloat16 : at::kFloat};
-  const auto by_matrix = [&](const std::vector<Crossing::Stretch>& stretches) {
-    std::vector<std::vector<Crossing::Stretch>> of(exchange.matrices.size());
-    for (const auto& stretch : stretches)
-      of[exchange.pieces[stretch.piece].matrix].push_back(stretch);
+  const auto by_matrix = [&](const std::vector<Crossing::Chunk>& chunks) {
+    std::vector<std::vector<Crossing::Chunk>> of(exchange.matrices.size());
+    for (const auto& chunk : chunks) of[exchange.pieces[chunk.piece].matrix].push_back(chunk);
     return of;
   };
   const auto arrivals = by_matrix(known.to_owners.in);

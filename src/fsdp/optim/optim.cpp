@@ -279,7 +279,7 @@ void Optimizer::step() {
   const auto items = inside_->items_to_step();
   // Behind the last check: who mends a gradient and steps again has made one step.
   for (auto* item : items) ++item->steps;
-  inside_->runtime().come_behind_reads();
+  inside_->runtime().order_after_reads();
   update(items);
   for (auto* item : items) {
     // Also where this rank owns no element of it: whether a unit is gathered anew must not differ

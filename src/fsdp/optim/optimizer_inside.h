@@ -21,7 +21,7 @@ namespace tessera {
 namespace fsdp {
 
 struct Carried;
-struct Relaid;
+struct Rebucketed;
 
 /// A parameter of an optimizer.
 struct OptimizerItem {
@@ -77,8 +77,9 @@ class Optimizer::Inside {
   void make_state(Item& item) const;
   std::vector<OptimizerState::Kept> kept_of(const Item& item) const;
   // set_trainable: trainable.cpp.
-  /// New tensors for what is kept of relaid parameters, yet to be filled: added to `carried`.
-  void carry_state(const std::vector<fsdp::Relaid>& relaid, std::vector<fsdp::Carried>& carried);
+  /// New tensors for what is kept of rebucketed parameters, yet to be filled: added to `carried`.
+  void carry_state(const std::vector<fsdp::Rebucketed>& rebucketed,
+                   std::vector<fsdp::Carried>& carried);
   /// Steps what is trained now of the parameters that it was made for.
   void follow(const ShardedBase& outermost);
   std::string summary() const;  ///< a line for comparing ranks

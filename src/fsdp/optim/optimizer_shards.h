@@ -47,7 +47,7 @@ class MasterOfShard {
   static const char* name(Master master);
   static std::optional<DType> dtype(Master master);
 
-  /// Calls `update` for the shard's stretches and keeps what it leaves. `changed`: somebody else
+  /// Calls `update` for the shard's chunks and keeps what it leaves. `changed`: somebody else
   /// has written the shard since it was last stepped.
   void step(const ShardView& view, const at::Tensor& kept, bool changed,
             const std::function<void(const Stepped&)>& update);

@@ -142,7 +142,7 @@ void Runtime::abandon_backward(std::uint64_t generation, std::uint64_t epoch) {
   abandoned_ = generation;
   // At once, since the rank's thread may not come by again: the others wait for it. Unless it has
   // come by since the look above, and all of them have recovered.
-  if (world().size() > 1) world().abort_epoch(epoch, kAbandoned + DoingHere::in_words());
+  if (world().size() > 1) world().abort_epoch(epoch, kAbandoned + DoingHere::as_text());
 }
 
 /// The innermost one that goes through the entry; those inside it have ended. Null: none does, or
@@ -168,7 +168,7 @@ void Runtime::finish(BackwardUnderWay& backward) {
   advance(backward.pass, backward.pass.plan->actions.size());
   for (const auto& segment : backward.segments) {
     for (const auto& weak : segment->entries) {
-      if (const auto entry = weak.lock()) entry->owed.reset();
+      if (const auto entry = weak.lock()) entry->pending.reset();
     }
   }
 }
@@ -230,7 +230,7 @@ void Runtime::post_backward(Entry& entry) {
   begin_backward();
   under_exchange_.form_all();  // what no exchange came to, before any reduction that follows
   spans_.backward_ends(&entry);
-  entry.owed.reset();
+  entry.pending.reset();
   if (const auto step = step_) {
     step->post_backward(entry);
     return;
@@ -243,10 +243,10 @@ void Runtime::post_backward(Entry& entry) {
 }
 
 void Runtime::expect(Entry& entry) {
-  if (entry.owed || entry.generation != generation_) return;
-  std::vector<Owed::Count> lenders;
-  for (const auto& lender : entry.unit->lenders) lenders.push_back(lender->expected_);
-  entry.owed.emplace(outstanding_, entry.unit->expected_, std::move(lenders));
+  if (entry.pending || entry.generation != generation_) return;
+  std::vector<PendingBackward::Count> owners;
+  for (const auto& owner : entry.unit->owners) owners.push_back(owner->expected_);
+  entry.pending.emplace(outstanding_, entry.unit->expected_, std::move(owners));
 }
 
 void Runtime::on_gradient() {
@@ -299,10 +299,10 @@ void Runtime::leave_backward() {
   in_backward_ = false;
 }
 
-void Runtime::settle(const std::vector<bool>& touched) {
+void Runtime::settle(const std::vector<bool>& dirty) {
   for (std::size_t i = 0; i < units_.size(); ++i) {
     auto& progress = units_[i]->progress_;
-    progress.owed = progress.owed || (touched.at(i) && units_[i]->trainable());
+    progress.pending = progress.pending || (dirty.at(i) && units_[i]->trainable());
   }
   settle_gradients();
 }
@@ -312,14 +312,14 @@ void Runtime::settle_gradients() {
   awaiting_tickets_ = holds_reductions_ = false;
   // What waited for deferred gradients, or was left by backwards without sync.
   for (auto* unit : units_) {
-    if (unit->progress_.owed) reduce(*unit, switches_.is_last_backward);
+    if (unit->progress_.pending) reduce(*unit, switches_.is_last_backward);
   }
   for (auto* unit : units_) {
     auto& progress = unit->progress_;
     progress.unpublished = progress.unpublished || progress.reduced;
     for (const auto& bucket : unit->buckets()) {
       TESSERA_CHECK(
-          progress.owed || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
+          progress.pending || !bucket->trainable() || !bucket->has_arrivals(), ErrorKind::kContract,
           "unit ", unit->shown_name(),
           ": found gradients that arrived after its reduction, or without it, expected all of a "
           "backward before; run backwards one after the other, not one inside another, and return "
@@ -422,7 +422,7 @@ std::uint64_t Runtime::hash_of_agreed() const {
   for (const auto& past : forwards_.past()) {
     hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
   }
-  if (step_ != nullptr) hash.add(std::string_view(step_->action_in_words()));
+  if (step_ != nullptr) hash.add(std::string_view(step_->action_as_text()));
   return hash.add(std::string_view(memory_lines())).add(std::string_view(controls_)).digest();
 }
 
@@ -443,7 +443,7 @@ void Runtime::name_difference() {
                 "models in the same order, each through some result of its model");
   agree_on_controls();
   const auto action = difference_between_ranks(
-      step_ != nullptr ? step_->action_in_words() : "a backward outside of a step",
+      step_ != nullptr ? step_->action_as_text() : "a backward outside of a step",
       "backwards of a step");
   TESSERA_CHECK(action.empty(), ErrorKind::kComm,
                 calls_differ("backwards of a step differ between ranks: ", action));
@@ -478,7 +478,7 @@ BackwardView Runtime::agree_on_backward(const Entry* first) {
 
 BackwardView Runtime::any_rank_says(const BackwardView& mine) {
   if (data_group() == nullptr) return mine;
-  controls_in_words();
+  controls_as_text();
   const auto frame = frame_of_views();
   const auto bits = to_bits(mine, frame);
   const auto same =
@@ -548,11 +548,11 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     // Deferred gradients: all of it waits until no rank owes any.
     for (const auto& part : record.parts) {
       for (const auto id : part.units) {
-        const auto owe = [](Unit& unit) {
-          unit.progress_.owed = unit.progress_.owed || unit.trainable();
+        const auto add_pending = [](Unit& unit) {
+          unit.progress_.pending = unit.progress_.pending || unit.trainable();
         };
-        owe(*units_.at(id));
-        for (const auto& lender : units_[id]->lenders) owe(*lender);
+        add_pending(*units_.at(id));
+        for (const auto& owner : units_[id]->owners) add_pending(*owner);
       }
     }
   }

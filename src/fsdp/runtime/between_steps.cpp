@@ -30,7 +30,7 @@ Controls Runtime::controls() const {
   return all;
 }
 
-const std::string& Runtime::controls_in_words() {
+const std::string& Runtime::controls_as_text() {
   if (controls_known_) return controls_;
   controls_ = to_string(controls());
   marks_ = concat(model_, controls_.empty() ? "" : ", ", controls_);
@@ -40,13 +40,13 @@ const std::string& Runtime::controls_in_words() {
 
 const std::string& Runtime::marks() {
   if (step_ != nullptr) return step_->marks();
-  controls_in_words();
+  controls_as_text();
   return marks_;
 }
 
 void Runtime::agree_on_controls() {
   const auto found =
-      comm::first_that_differs(*data_group(), controls_in_words(), "runtime controls");
+      comm::first_that_differs(*data_group(), controls_as_text(), "runtime controls");
   if (!found) return;
   const auto shown = [](const std::string& text) { return text.empty() ? "none" : text; };
   throw Error(ErrorKind::kUsage,
@@ -112,7 +112,7 @@ PlanUnit Runtime::plan_unit(const Unit& unit) const {
   of.gathers_in_backward = unit.controls.unshard_in_backward;
   of.gathered = of.gathers && (unit.gathered() || unit.gather_pending());
   of.reduces = unit.trainable() && unit.controls.requires_sync;
-  for (const auto& lender : unit.lenders) of.lenders.push_back(lender->id());
+  for (const auto& owner : unit.owners) of.owners.push_back(owner->id());
   of.forward_prefetch = ids(unit.forward_prefetch, "set_forward_prefetch");
   of.backward_prefetch = ids(unit.backward_prefetch, "set_backward_prefetch");
   return of;
@@ -202,9 +202,9 @@ void Runtime::require_no_step(const char* what) const {
 
 void Runtime::require_idle(const char* what) const {
   require_no_step(what);
-  const int owed = *outstanding_;
+  const int pending = *outstanding_;
   TESSERA_CHECK(
-      owed == 0, ErrorKind::kUsage, what, ": found ", owed,
+      pending == 0, ErrorKind::kUsage, what, ": found ", pending,
       " unit forwards whose backward has not run, expected none; run backward first, or let the "
       "loss go out of scope");
   require_none_owed(what);
@@ -245,7 +245,7 @@ void Runtime::require_between_steps(const char* what) {
 void Runtime::require_synced(const char* what) const {
   require_reduced(what);
   for (const auto* unit : units_) {
-    TESSERA_CHECK(!unit->progress_.owed && !unit->progress_.unpublished, ErrorKind::kUsage, what,
+    TESSERA_CHECK(!unit->progress_.pending && !unit->progress_.unpublished, ErrorKind::kUsage, what,
                   ": found micro-batches whose gradients wait to be reduced in ",
                   unit->shown_name(),
                   ", expected none; run the last one with set_requires_gradient_sync(true) and "
@@ -286,7 +286,7 @@ void Runtime::renew_after_failure() {
 
 void Runtime::fail(const std::string& why) {
   end_step();
-  if (world().size() > 1) world().abort(one_line(why) + DoingHere::in_words());
+  if (world().size() > 1) world().abort(one_line(why) + DoingHere::as_text());
 }
 
 void Runtime::take_up_abandoned() {

@@ -109,7 +109,7 @@ void Bucket::mark_stale(const at::Tensor& mark) const {
     encode(now);
   }
   mark_difference(mark, slice, now);
-  if (!now.is_same(shard_)) pool_->give_back(std::move(now));
+  if (!now.is_same(shard_)) pool_->recycle(std::move(now));
 }
 
 comm::AllGather Bucket::gather() const {
@@ -199,7 +199,7 @@ grad::SlotOwner::View Bucket::open_slot(std::size_t index) {
 
 void Bucket::tickets_changed(int delta) { unit_.tickets_changed(delta); }
 
-at::Tensor Bucket::lend_slot(std::size_t index) {
+at::Tensor Bucket::share_slot(std::size_t index) {
   expect_gradient(index);
   if (is_reducing() || is_lent(index) || !is_empty(index)) return {};
   ensure_slots();
@@ -209,7 +209,7 @@ at::Tensor Bucket::lend_slot(std::size_t index) {
 }
 
 void Bucket::end_loan(std::size_t index, bool arrived) {
-  TESSERA_INVARIANT(std::erase(lent_, index) == 1, "a slot came back that is not lent");
+  TESSERA_INVARIANT(std::erase(lent_, index) == 1, "a slot came back that is not shared");
   if (arrived) note_arrival(index);
 }
 
@@ -261,13 +261,13 @@ void Bucket::fill_reduce() {
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
   if (!own_sum && slots_.defined()) {
     wire_.copy_(slots_);
-    pool_->give_back(std::move(slots_));
+    pool_->recycle(std::move(slots_));
   }
   slots_ = at::Tensor();
 }
 
 void Bucket::finish_reduce() {
-  if (wire_.defined()) pool_->give_back(std::move(wire_));
+  if (wire_.defined()) pool_->recycle(std::move(wire_));
   wire_ = at::Tensor();
 }
 
@@ -382,7 +382,7 @@ void Bucket::drop_gradients() {
     comm::order(group->stream(), current_stream(), comm::EventSite::kReduced);
   }
   join_slots();  // kernels may read and write what goes back, though no collective came after them
-  if (slots_.defined() && groups_.reduce != nullptr) pool_->give_back(std::move(slots_));
+  if (slots_.defined() && groups_.reduce != nullptr) pool_->recycle(std::move(slots_));
   slots_ = at::Tensor();
   finish_reduce();
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});

@@ -85,8 +85,8 @@ class Bucket : public grad::SlotOwner {
 
   // --- gradients: the slots of plan().parameters, by index ---
   View open_slot(std::size_t index) override;
-  /// The slot is lent to one caller at a time, until end_loan().
-  at::Tensor lend_slot(std::size_t index) override;
+  /// The slot is shared to one caller at a time, until end_loan().
+  at::Tensor share_slot(std::size_t index) override;
   void end_loan(std::size_t index, bool arrived) override;
   void tickets_changed(int delta) override;
   /// A reduction is under way.

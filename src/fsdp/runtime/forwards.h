@@ -91,29 +91,29 @@ struct Segment {
 
 /// A backward that is owed, counted as long as this lives. Threads: any. A graph ends where its
 /// last reference does: on the rank's thread, on one to which a user gave the loss, on a device's
-/// thread of autograd that has run the last node. So nothing of the runtime is touched but
+/// thread of autograd that has run the last node. So nothing of the runtime is accessed but
 /// counters, which outlive it where they must.
-class Owed {
+class PendingBackward {
  public:
   using Count = std::shared_ptr<std::atomic<int>>;
   /// Counted on the model, on the unit and on those that lend it parameters: rarely any.
-  Owed(Count model, Count unit, std::vector<Count> lenders)
-      : model_(std::move(model)), unit_(std::move(unit)), lenders_(std::move(lenders)) {
+  PendingBackward(Count model, Count unit, std::vector<Count> owners)
+      : model_(std::move(model)), unit_(std::move(unit)), owners_(std::move(owners)) {
     add(1);
   }
-  ~Owed() { add(-1); }
-  Owed(const Owed&) = delete;
-  Owed& operator=(const Owed&) = delete;
+  ~PendingBackward() { add(-1); }
+  PendingBackward(const PendingBackward&) = delete;
+  PendingBackward& operator=(const PendingBackward&) = delete;
 
  private:
   void add(int number) {
     *model_ += number;
     *unit_ += number;
-    for (const auto& lender : lenders_) *lender += number;
+    for (const auto& owner : owners_) *owner += number;
   }
 
   const Count model_, unit_;
-  const std::vector<Count> lenders_;
+  const std::vector<Count> owners_;
 };
 
 /// One recorded forward of one unit. Lives as long as the autograd graph that it is part of.
@@ -122,8 +122,8 @@ struct Entry {
   std::shared_ptr<Unit> unit;
   std::shared_ptr<Segment> segment;
   std::size_t position = 0;
-  std::uint64_t generation = 0;  ///< Runtime::generation() when it was made
-  std::optional<Owed> owed;      ///< none: nothing waits for its backward
+  std::uint64_t generation = 0;            ///< Runtime::generation() when it was made
+  std::optional<PendingBackward> pending;  ///< none: nothing waits for its backward
   /// Nodes that will run its backward, as far as they live: of each result, of each argument, and
   /// of the checkpoint that it ran in (null where there is none).
   LivingNodes at_results;

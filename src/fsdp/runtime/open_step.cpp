@@ -48,8 +48,8 @@ OpenStep::OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t num
   reset(backward_);
   for (const auto* unit : runtime.units()) {
     std::vector<UnitId> ids;
-    for (const auto& lender : unit->lenders) ids.push_back(lender->id());
-    lenders_.push_back(std::move(ids));
+    for (const auto& owner : unit->owners) ids.push_back(owner->id());
+    owners_.push_back(std::move(ids));
   }
 }
 
@@ -84,7 +84,7 @@ void OpenStep::settle_into() {
     runtime_.begin_sums();
     base_marks_ = runtime_.marks();
     for (std::size_t i = 0; i < units_.size(); ++i) {
-      units_[i].touched = runtime_.units()[i]->progress().owed;
+      units_[i].dirty = runtime_.units()[i]->progress().pending;
     }
     held_ = runtime_.held_units();
     weights_ = weights_of(*held_);
@@ -179,9 +179,9 @@ void OpenStep::finish() {
   failing(runtime_, [&] { refusal = agree_at_end(refusal); });
   if (refusal) std::rethrow_exception(refusal);  // on all ranks; the step is open as before
   failing(runtime_, [&] {
-    std::vector<bool> touched;
-    for (const auto& unit : units_) touched.push_back(unit.touched);
-    runtime_.settle(touched);
+    std::vector<bool> dirty;
+    for (const auto& unit : units_) dirty.push_back(unit.dirty);
+    runtime_.settle(dirty);
     for (auto* unit : runtime_.units()) {
       if (unit->controls.reshard_after_backward) unit->release();
     }
@@ -275,7 +275,7 @@ void OpenStep::end_forward() {
 
 void OpenStep::use_units(int stage, const std::vector<Trace>& parts) {
   auto& units = stages_[static_cast<std::size_t>(stage)].units;
-  for (const auto unit : first_entries(parts, lenders_)) {
+  for (const auto unit : first_entries(parts, owners_)) {
     const auto bit = std::uint64_t{1} << stage;
     if ((units_.at(unit).users & bit) != 0) continue;
     units_[unit].users |= bit;
@@ -405,7 +405,8 @@ void OpenStep::reshard(int stage) {
     for (const auto id : of.units) {
       units_[id].resharded |= std::uint64_t{1} << stage;
       auto& unit = *runtime_.units().at(id);
-      if (is_last_user(units_[id].resharded, units_[id]) && !unit.outlasts_backward()) {
+      if (is_last_user(units_[id].resharded, units_[id]) &&
+          !unit.keeps_unsharded_after_backward()) {
         unit.release();
       }
     }
@@ -415,10 +416,10 @@ void OpenStep::reshard(int stage) {
 
 /// Notes that units of the stage may have gradients, except those that the pass under way reduced.
 void OpenStep::touch(int stage) {
-  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].touched = true;
+  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].dirty = true;
   if (backward_.pass.plan == nullptr) return;
   for (const auto& [kind, id] : backward_.pass.plan->actions) {
-    if (kind == PlanAction::Kind::kReduce) units_[id].touched = false;
+    if (kind == PlanAction::Kind::kReduce) units_[id].dirty = false;
   }
 }
 
@@ -457,7 +458,7 @@ void OpenStep::reduce(int stage) {
       unit.reduced |= std::uint64_t{1} << stage;
       if (!is_last_user(unit.reduced, unit)) continue;
       unit.reduced &= over;
-      if (!std::exchange(unit.touched, false)) continue;
+      if (!std::exchange(unit.dirty, false)) continue;
       runtime_.reduce(*runtime_.units().at(*id), /*is_shown_next=*/false);
     }
   });

@@ -82,7 +82,7 @@ class OpenStep {
   void finish();
   bool records() const { return records_; }
   /// A forward and a backward are under way, beside each other.
-  bool is_pair() const { return forward_.pass.beside != nullptr; }
+  bool is_pair() const { return forward_.pass.paired != nullptr; }
 
   // --- called by the runtime ---
   /// Collective, as choose_plan().
@@ -110,7 +110,7 @@ class OpenStep {
   /// The forwards of the micro-batch whose backward is under way; none where none is.
   std::vector<std::shared_ptr<Segment>> segments_under_way() const;
   /// What begins, in words and as a hash: entered into agreements at backward.
-  std::string action_in_words() const;
+  std::string action_as_text() const;
   /// Units have come or gone: nothing of the step is meant any more.
   void units_changed() { units_changed_ = true; }
 
@@ -154,7 +154,7 @@ class OpenStep {
     std::uint64_t users = 0;      // stages that enter it, a bit each
     std::uint64_t resharded = 0;  // of these
     std::uint64_t reduced = 0;    // since it was last reduced
-    bool touched = false;         // it may have gradients that are not reduced
+    bool dirty = false;           // it may have gradients that are not reduced
   };
 
   static std::string named(int stage);
@@ -164,8 +164,8 @@ class OpenStep {
   StepPlan planned(const PlanInputs& inputs) const;
   std::exception_ptr agree_on(const StepPlan& plan, std::exception_ptr refusal) const;
   std::exception_ptr agree_at_end(const std::exception_ptr& mine);
-  std::string record_in_words() const;
-  std::string log_in_words() const;
+  std::string record_as_text() const;
+  std::string log_as_text() const;
   // open_step.cpp
   ReduceAt reduce_at() const;
   void require_next(const Stage& stage, std::int64_t micro_batch) const;
@@ -194,7 +194,7 @@ class OpenStep {
   // step_pairs.cpp
   std::string why_in_turn(int forward_stage, int backward_stage) const;
   void call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run);
-  void run_beside(const StepForward& forward, const StepBackward& backward);
+  void run_overlapped(const StepForward& forward, const StepBackward& backward);
   static void count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
                           bool is_first);
   void require_turns(const std::string& of, std::int64_t found, std::int64_t expected);
@@ -206,7 +206,7 @@ class OpenStep {
   std::string name_of(const std::vector<Trace>& parts, std::size_t part,
                       std::size_t position) const;
   bool stays(const Unit& unit) const;
-  void release_what_passes();
+  void release_transient();
   void require_outside_of_backward();
   void require_of_action(const Entry& entry);
   std::vector<Reach> agreed_reach(const Entry* first);
@@ -231,7 +231,7 @@ class OpenStep {
   std::optional<std::uint64_t> first_of_plan_;
   std::vector<Stage> stages_;
   std::vector<OfUnit> units_;
-  std::vector<std::vector<UnitId>> lenders_;        // by unit
+  std::vector<std::vector<UnitId>> owners_;         // by unit
   HeldUnits held_;                                  // all of them, until it has ended
   std::uint64_t weights_ = 0;                       // weights_of() these when it began
   UnderWay forward_;                                // of a forward

@@ -44,7 +44,7 @@ void Runtime::advance(Pass& pass, std::size_t count) {
         [[fallthrough]];
       case PlanAction::Kind::kGather:
         pass.hold(id, true);
-        if (pass.beside != nullptr && pass.beside->has(id)) break;  // by the other pass
+        if (pass.paired != nullptr && pass.paired->has(id)) break;  // by the other pass
         // A repeated forward came before its backward, and has gathered it on all ranks.
         if (std::exchange(unit.progress_.gathered_again, false)) break;
         // Outside of a step a backward inside this one may have gathered it.
@@ -62,7 +62,7 @@ void Runtime::advance(Pass& pass, std::size_t count) {
         break;  // the module does it when autograd comes to it, as it was told in its forward
       case PlanAction::Kind::kRelease:
         pass.hold(id, false);
-        if (pass.beside != nullptr && pass.beside->has(id)) break;  // the other one reads it
+        if (pass.paired != nullptr && pass.paired->has(id)) break;  // the other one reads it
         unit.release();
         break;
       case PlanAction::Kind::kReduce:
@@ -86,7 +86,7 @@ void Runtime::make_readable(Unit& unit, Gathers gathers) {
                   one.shown_name(),
                   ": found its parameters released, expected them gathered before it began");
   };
-  for (const auto& lender : unit.lenders) make(*lender);
+  for (const auto& owner : unit.owners) make(*owner);
   make(unit);
 }
 
@@ -105,8 +105,8 @@ void Runtime::reduce(Unit& unit, bool is_shown_next) {
   // A gradient that a layer deferred by itself holds back the reductions that follow, so that their
   // order stays. In a step each backward says whether it defers.
   holds_reductions_ = holds_reductions_ || (step_ == nullptr && progress.tickets > 0);
-  progress.owed = holds_reductions_ || !unit.controls.requires_sync;
-  if (progress.owed) return;
+  progress.pending = holds_reductions_ || !unit.controls.requires_sync;
+  if (progress.pending) return;
   progress.reduced = true;
   reducer_.free_wires(unit);  // of earlier micro-batches
   if (!is_shown_next) Publisher::leave_shown_sums(unit);

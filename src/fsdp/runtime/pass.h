@@ -16,7 +16,7 @@ struct Pass {
   std::uint32_t number = 0;  ///< of the forward or micro-batch, for labels of gathers
   std::size_t done = 0;      ///< of its actions
   // In a pair ([Note: pairs] in open_step.h):
-  const Pass* beside = nullptr;  ///< the other one
+  const Pass* paired = nullptr;  ///< the other one
   std::vector<bool> holds;       ///< by unit: gathered for it, and not given back
 
   bool has(UnitId unit) const { return unit < holds.size() && holds[unit]; }

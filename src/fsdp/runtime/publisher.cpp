@@ -78,12 +78,12 @@ void Publisher::leave_kept_sums(Unit& unit) {
   }
   for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
     auto& bucket = *unit.buckets()[i];
-    const auto is_kept_here = [&] {
+    const auto is_published_here = [&] {
       return bucket.final_is_accumulator() && is_kept(unit, i, bucket.accumulator());
     };
-    if (!is_kept_here()) continue;
+    if (!is_published_here()) continue;
     reducer_.finish(unit);  // they refer to it as well
-    if (!is_kept_here()) continue;
+    if (!is_published_here()) continue;
     bucket.leave_accumulator();
     for (const auto& p : unit.parameters()) {
       if (p->bucket == i && stands(*p)) p->shard.mutable_grad().set_data(final_of(unit, *p));
@@ -221,7 +221,7 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
 void Publisher::forget_cleared() {
   for (auto* unit : units_) {
     const auto& progress = unit->progress();
-    if (progress.unpublished || progress.owed || progress.tickets > 0) continue;
+    if (progress.unpublished || progress.pending || progress.tickets > 0) continue;
     for (std::size_t i = 0; i < unit->buckets().size(); ++i) {
       auto& bucket = *unit->buckets()[i];
       if (!bucket.trainable() || bucket.has_arrivals() || bucket.is_reducing()) continue;

@@ -78,18 +78,18 @@ void Reducer::free_wires(const Unit& unit) {
   while (is_under_way()) free_oldest();
 }
 
-void Reducer::come_behind() const {
+void Reducer::order_after() const {
   if (ended_) comm::order(ended_, comm::Stream::current(device_), comm::EventSite::kReduced);
 }
 
 void Reducer::finish(const Unit& unit) {
   free_wires(unit);
-  come_behind();
+  order_after();
 }
 
 void Reducer::finish_all() {
   while (!under_way_.empty()) free_oldest();
-  come_behind();
+  order_after();
 }
 
 void Reducer::drop(const Unit& unit) {

@@ -51,7 +51,7 @@ class Reducer {
   void issue(comm::IssueQueue& queue, Unit& unit, comm::Group* group, const std::string& marks);
   bool has_room_for(const Unit& unit, std::int64_t bytes) const;
   void free_oldest();
-  void come_behind() const;
+  void order_after() const;
 
   std::deque<UnderWay> under_way_;
   std::int64_t bytes_ = 0;

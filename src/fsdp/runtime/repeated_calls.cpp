@@ -26,7 +26,7 @@ const void* address_of(const c10::SafePyObject& hook) {
 bool is_over(const Segment& segment, std::size_t position) {
   for (const auto& weak : segment.entries) {
     const auto entry = weak.lock();
-    if (entry != nullptr && entry->position == position) return !entry->owed.has_value();
+    if (entry != nullptr && entry->position == position) return !entry->pending.has_value();
   }
   return false;
 }

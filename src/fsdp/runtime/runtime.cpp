@@ -83,10 +83,10 @@ void Runtime::handle_is_gone(Unit& unit) {
 void Runtime::remove_orphans() {
   if (in_backward_) return;
   for (auto& orphan : orphans_) {
-    const bool is_borrowed_from = std::any_of(units_.begin(), units_.end(), [&](const auto* unit) {
-      return unit->has_handle() && unit->borrows_from(*orphan);
+    const bool is_shared_by = std::any_of(units_.begin(), units_.end(), [&](const auto* unit) {
+      return unit->has_handle() && unit->shares_of(*orphan);
     });
-    if (is_borrowed_from) continue;
+    if (is_shared_by) continue;
     orphan->release();
     remove_unit(orphan.get());
     orphan.reset();
@@ -158,16 +158,16 @@ std::string Runtime::last_entered() const {
 }
 
 void Runtime::are_read(const comm::Event& end) {
-  come_behind_reads();  // of an earlier one
+  order_after_reads();  // of an earlier one
   read_until_ = end;
 }
 
-void Runtime::come_behind_reads() {
+void Runtime::order_after_reads() {
   read_until_.block(comm::Stream::current(device()), comm::EventSite::kSnapshotEnd);
 }
 
 void Runtime::begin_relayout() {
-  come_behind_reads();
+  order_after_reads();
   for (auto* unit : units_) unit->release();
   agreed_ = false;
   planning_.known.clear();
@@ -252,14 +252,14 @@ std::shared_ptr<Entry> Runtime::record(Unit& unit, std::size_t position) {
   return entry;
 }
 
-void Runtime::check_borrowed(const Unit& unit) const {
-  for (const auto& leaf : unit.borrowed) {
+void Runtime::check_shared(const Unit& unit) const {
+  for (const auto& leaf : unit.owned_elsewhere) {
     TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "unit ", unit.shown_name(),
                   ": found that the handle which "
                   "owns its parameter ",
                   leaf->name, " is gone, expected it to live; keep the outermost handle");
     TESSERA_CHECK(
-        unit.borrows_from(*leaf->owner->unit), ErrorKind::kUsage, "unit ", unit.shown_name(),
+        unit.shares_of(*leaf->owner->unit), ErrorKind::kUsage, "unit ", unit.shown_name(),
         ": found the parameter ", leaf->owner->contract.name, " that unit ",
         leaf->owner->unit->shown_name(),
         " owns, expected a common parent of both that is sharded; call fully_shard on it");
@@ -291,7 +291,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   const auto position = forwards_.enter(unit.id(), checkpoint);
   forwards_.current()->had_grad.push_back(at::GradMode::is_enabled() || first_forward() != nullptr);
   if (step_ != nullptr) step_->enter(unit, position, checkpoint);
-  check_borrowed(unit);
+  check_shared(unit);
   if (step_ != nullptr && !step_->records()) {
     step_->gather_for(unit, position);
   } else {
@@ -407,7 +407,7 @@ void Runtime::gather_again(Unit& unit) {
     issue_gather(one, number_of_forward());
     one.progress_.gathered_again = true;
   };
-  for (const auto& lender : unit.lenders) gather(*lender);
+  for (const auto& owner : unit.owners) gather(*owner);
   gather(unit);
   make_readable(unit, Gathers::kByPlan);
 }
@@ -438,20 +438,20 @@ void Runtime::leave_repeated(Unit& unit) {
   }
 }
 
-bool Runtime::gives_back(const Unit& unit) const {
+bool Runtime::reshards_after(const Unit& unit) const {
   if (recomputing() != nullptr) return false;
   if (unit.controls.reshard_after_forward) return true;
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
-  return !grad && forwards_.is_outermost() && !unit.controls.outlasts_evaluation();
+  return !grad && forwards_.is_outermost() && !unit.controls.keeps_unsharded_in_eval();
 }
 
 void Runtime::leave_forward(Unit& unit) {
   const bool again = recomputing() != nullptr;
   spans_.forward_ends();
   --unit.progress_.open_calls;
-  unit.renew_borrowed();
+  unit.renew_shared();
   if (again) return;
-  const bool ends_its_use = gives_back(unit);
+  const bool ends_its_use = reshards_after(unit);
   const bool outermost = forwards_.leave();
   if (step_ != nullptr) {
     step_->leave(unit, outermost);
@@ -470,7 +470,8 @@ void Runtime::leave_forward(Unit& unit) {
   if (!outermost) return;
   if (!grad && !in_backward_) {
     for (auto* each : units_) {
-      if (each->progress_.open_calls == 0 && !each->controls.outlasts_evaluation()) each->release();
+      if (each->progress_.open_calls == 0 && !each->controls.keeps_unsharded_in_eval())
+        each->release();
     }
   }
   kept_ = nullptr;
@@ -511,7 +512,7 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
 /// differentiated, or whose graph is kept.
 void Runtime::release_leftovers() {
   for (auto* unit : units_) {
-    if (!unit->outlasts_backward()) unit->release();
+    if (!unit->keeps_unsharded_after_backward()) unit->release();
   }
 }
 
@@ -522,7 +523,7 @@ void Runtime::release_stale() {
   release_leftovers();
   std::vector<Unit*> kept;
   for (auto* unit : units_) {
-    if (!unit->outlasts_backward() || unit->always_unsharded()) continue;
+    if (!unit->keeps_unsharded_after_backward() || unit->always_unsharded()) continue;
     if (unit->gathered() || unit->gather_pending()) kept.push_back(unit);
   }
   if (kept.empty()) return;
@@ -534,7 +535,7 @@ void Runtime::release_stale() {
 
 void Runtime::begin_unshard(Unit& unit) {
   check_usable();
-  if (unit.outlasts_backward() && !forwards_.is_open() && !in_backward_ &&
+  if (unit.keeps_unsharded_after_backward() && !forwards_.is_open() && !in_backward_ &&
       !unit.always_unsharded() && (unit.gathered() || unit.gather_pending()) &&
       stale_on_any_rank({&unit}).front()) {
     unit.release();

@@ -97,7 +97,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   const std::shared_ptr<comm::BufferPool>& pool() { return pool_; }
   /// The memory of gradients goes back to the allocator once all of a bucket's are cleared, as it
   /// does on a device. Else the host keeps it for the next step, since new pages cost more.
-  void give_gradients_back() { gives_gradients_back_ = true; }
+  void free_gradients() { gives_gradients_back_ = true; }
   bool gives_gradients_back() const { return gives_gradients_back_; }
   grad::GradSink& sink() { return sink_; }
   Groups& groups() { return groups_; }
@@ -137,7 +137,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool enter_repeated(Unit& unit);
   void leave_repeated(Unit& unit);
   /// Whether its memory goes back when the forward under way ends, whoever holds a tensor there.
-  bool gives_back(const Unit& unit) const;
+  bool reshards_after(const Unit& unit) const;
   void leave_forward(Unit& unit);
   /// A forward is under way, and no unit inside the outermost one.
   bool is_in_outermost() const { return forwards_.is_outermost(); }
@@ -199,8 +199,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void leave_backward();
   /// Requires gradients as they were published, but for what zero_grad() did. Errors: kUsage.
   void require_as_seen(const char* what) const { publisher_.require_as_seen(what); }
-  /// Reduces the pending gradients and those of the units that `touched` names, and publishes all.
-  void settle(const std::vector<bool>& touched);
+  /// Reduces the pending gradients and those of the units that `accessed` names, and publishes all.
+  void settle(const std::vector<bool>& dirty);
   /// Keeps the record for later steps, unless micro-batches of a stage differ.
   void know_step(const KnownSteps::Schedule& schedule, StepRecord record, StepTurns turns);
   /// Ends the step scope, if one is open: finished, failed or left.
@@ -246,7 +246,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   const std::vector<RecomputeMode>& followed_recompute() const { return followed_; }
   /// The same in words. It is part of every label and of the agreement on the forward order, so
   /// that ranks cannot differ. [Note: controls]
-  const std::string& controls_in_words();
+  const std::string& controls_as_text();
   /// The same behind the model's name, for labels: two models of one module issue the same. Inside
   /// a step the stage is named, too.
   const std::string& marks();
@@ -285,7 +285,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// handle.h.
   std::string last_entered() const;
   void are_read(const comm::Event& end);
-  void come_behind_reads();
+  void order_after_reads();
   std::int64_t gathers_issued() const { return gathers_issued_; }
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
@@ -312,7 +312,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::shared_ptr<Segment>> segments_under_way() const;
   void issue_gather(Unit& unit, std::uint32_t number);
   std::uint32_t number_of_forward() const;
-  void check_borrowed(const Unit& unit) const;
+  void check_shared(const Unit& unit) const;
   void leave_shards() const;
   void release_leftovers();
   void release_stale();
@@ -361,7 +361,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Forwards forwards_;
   Unit* kept_ = nullptr;  // the last unit of the forward, whose memory stays for backward
-  Owed::Count outstanding_ = std::make_shared<std::atomic<int>>(0);  // of entries since reset()
+  PendingBackward::Count outstanding_ =
+      std::make_shared<std::atomic<int>>(0);  // of entries since reset()
   std::int64_t gathers_issued_ = 0;
 
   std::atomic<bool> in_backward_ = false;

@@ -43,10 +43,10 @@ std::string message_of(const std::exception_ptr& error) {
 void OpenStep::agree_at_begin() {
   known_ = runtime_.planning().known.follow({options_.schedule, options_.stages});
   if (auto* group = runtime_.data_group(); group != nullptr) {
-    const auto& controls = runtime_.controls_in_words();
-    std::string owed;
+    const auto& controls = runtime_.controls_as_text();
+    std::string pending;
     for (const auto* unit : runtime_.units()) {
-      if (unit->progress().owed) owed += concat(" ", unit->shown_name());
+      if (unit->progress().pending) pending += concat(" ", unit->shown_name());
     }
     const auto text = concat(
         "the model ", runtime_.model_name(), "\nthe schedule ", options_.schedule, "\n",
@@ -58,7 +58,7 @@ void OpenStep::agree_at_begin() {
         "\n", options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
         options_.sync_every_micro_batch ? "" : "no ", "sync_every_micro_batch\nthe controls ",
         controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
-        "gradients that are to be reduced in", owed);
+        "gradients that are to be reduced in", pending);
     const auto same = comm::all_agree(
         *group,
         {hash_bytes(text), known_ ? known_->record.hash() : 0, known_ ? known_->turns.hash() : 0},
@@ -153,7 +153,7 @@ std::exception_ptr OpenStep::make_plan() {
   return nullptr;
 }
 
-std::string OpenStep::log_in_words() const {
+std::string OpenStep::log_as_text() const {
   std::string text;
   const auto word = [](const Action& action) -> std::string {
     switch (action.kind) {
@@ -181,7 +181,7 @@ std::string OpenStep::log_in_words() const {
   return text;
 }
 
-std::string OpenStep::record_in_words() const {
+std::string OpenStep::record_as_text() const {
   std::string text;
   for (std::size_t stage = 0; stage < record_.stages.size(); ++stage) {
     for (const auto& part : record_.stages[stage].parts) {
@@ -227,9 +227,9 @@ std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
   }
   TESSERA_CHECK(same[0], ErrorKind::kComm,
                 calls_differ("StepScope::finish: ranks have run different things: ",
-                             difference(*group, log_in_words(), "calls of a step scope")));
+                             difference(*group, log_as_text(), "calls of a step scope")));
   TESSERA_CHECK(same[1], ErrorKind::kComm,
-                units_differ(difference(*group, record_in_words(), "units of stages")));
+                units_differ(difference(*group, record_as_text(), "units of stages")));
   return nullptr;
 }
 

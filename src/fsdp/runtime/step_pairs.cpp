@@ -72,7 +72,7 @@ void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward
   require_may_run_backward(backward.stage, backward.micro_batch, backward.backward, kWhat);
   const auto why = records_ ? std::string() : why_in_turn(forward.stage, backward.stage);
   if (!why.empty()) runtime_.warn_of_no_pairs(why);
-  if (!records_ && why.empty()) return run_beside(forward, backward);
+  if (!records_ && why.empty()) return run_overlapped(forward, backward);
   // The backward first: it lets go of its activations before the forward keeps its own.
   begin_backward(backward.stage, backward.micro_batch, backward.backward);
   {
@@ -97,16 +97,16 @@ void OpenStep::call_of_pair(int stage, std::int64_t micro_batch, const std::func
   }
 }
 
-void OpenStep::run_beside(const StepForward& forward, const StepBackward& backward) {
+void OpenStep::run_overlapped(const StepForward& forward, const StepBackward& backward) {
   start_forward(forward.stage, forward.micro_batch);
-  const auto forward_in_words = action_in_words();
+  const auto forward_as_text = action_as_text();
   start_backward(backward.stage, backward.micro_batch, backward.backward);
-  const auto backward_in_words = action_in_words();
+  const auto backward_as_text = action_as_text();
   for (auto* under : {&forward_, &backward_}) under->pass.holds.assign(units_.size(), false);
   grad::PairAccumulators accumulators;
   const Meanwhile<grad::PairAccumulators*> of_units(accumulators_, &accumulators);
-  const Meanwhile<const Pass*> other_of_forward(forward_.pass.beside, &backward_.pass);
-  const Meanwhile<const Pass*> other_of_backward(backward_.pass.beside, &forward_.pass);
+  const Meanwhile<const Pass*> other_of_forward(forward_.pass.paired, &backward_.pass);
+  const Meanwhile<const Pass*> other_of_backward(backward_.pass.paired, &forward_.pass);
   const Meanwhile inside(inside_pair_, true);
   const LeavesLabels at_the_end(runtime_);
   // The backward begins: so the forward's attention runs under the way back of what experts gave,
@@ -118,9 +118,9 @@ void OpenStep::run_beside(const StepForward& forward, const StepBackward& backwa
        .second = concat("forward ", forward.micro_batch, " of stage ", forward.stage),
        .at_turn = [&] { accumulators.exchange(); }});
   const auto& expected = turns_.stages;
-  require_turns(forward_in_words, turns.second,
+  require_turns(forward_as_text, turns.second,
                 *expected[static_cast<std::size_t>(forward.stage)].forward);
-  require_turns(backward_in_words, turns.first,
+  require_turns(backward_as_text, turns.first,
                 *expected[static_cast<std::size_t>(backward.stage)].backward);
 }
 

@@ -32,7 +32,7 @@ void OpenStep::fail(ErrorKind kind, const std::string& message) {
 }
 
 void OpenStep::leave_record(const std::string& found, const std::string& expected) {
-  leave_record_in(action_in_words(), found, expected,
+  leave_record_in(action_as_text(), found, expected,
                   "units in every step of it, or open the StepScope with another schedule");
 }
 
@@ -51,7 +51,7 @@ std::string OpenStep::name_of(const std::vector<Trace>& parts, std::size_t part,
                 parts[part].checkpoints[position] != 0 ? " in a checkpoint" : "");
 }
 
-std::string OpenStep::action_in_words() const {
+std::string OpenStep::action_as_text() const {
   const auto& action = now_->action;
   const auto* what = action.kind == Kind::kForward    ? "the forward"
                      : action.kind == Kind::kBackward ? "the backward"
@@ -66,7 +66,7 @@ bool OpenStep::stays(const Unit& unit) const {
   return options_.reshard == StepReshard::kStep || !unit.controls.reshard_after_forward;
 }
 
-void OpenStep::release_what_passes() {
+void OpenStep::release_transient() {
   if (options_.reshard == StepReshard::kStep) return;
   for (auto* unit : runtime_.units()) {
     if (!stays(*unit) && unit->progress().open_calls == 0) unit->release();
@@ -84,7 +84,7 @@ void OpenStep::require_outside_of_backward() {
   now_ = &backward_;
   fail(ErrorKind::kUsage, !is_pair() && !base::in_backward_pass()
                               ? std::string(kAbandoned)
-                              : concat(action_in_words(),
+                              : concat(action_as_text(),
                                        " of a step: found a forward inside it, expected them one "
                                        "after the other"));
 }
@@ -109,7 +109,8 @@ void OpenStep::begin_outermost() {
 void OpenStep::enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint) {
   if (is_pair()) {
     require_outside_of_backward();
-    std::vector<std::shared_ptr<grad::Leaf>> leaves(unit.borrowed.begin(), unit.borrowed.end());
+    std::vector<std::shared_ptr<grad::Leaf>> leaves(unit.owned_elsewhere.begin(),
+                                                    unit.owned_elsewhere.end());
     for (const auto& parameter : unit.parameters()) {
       leaves.insert(leaves.end(), parameter->leaves.begin(), parameter->leaves.end());
     }
@@ -151,7 +152,7 @@ void OpenStep::leave(Unit& unit, bool is_outermost) {
     if (unit.progress().open_calls == 0 && !stays(unit)) unit.release();
     if (!is_outermost) return;
     one.parts.push_back(counted_after(trace, forward_.action.before));
-    release_what_passes();
+    release_transient();
   } else {
     const auto& parts = record_.stages[static_cast<std::size_t>(forward_.action.stage)].parts;
     const auto& part = parts.at(forward_.action.parts);
@@ -186,7 +187,7 @@ void OpenStep::require_of_action(const Entry& entry) {
   }
   fail(
       ErrorKind::kUsage,
-      concat(action_in_words(), ": found unit ", entry.unit->shown_name(),
+      concat(action_as_text(), ": found unit ", entry.unit->shown_name(),
              of && of->step == number_
                  ? concat(" of stage ", of->stage, ", micro-batch ", of->micro_batch)
                  : std::string(" of a forward outside of the step"),
@@ -207,7 +208,7 @@ std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
     if (!of || of->step != number_ || of->stage != backward_.action.stage ||
         of->micro_batch != backward_.action.micro_batch) {
       fail(ErrorKind::kUsage,
-           concat(action_in_words(), ": found that it goes through another forward",
+           concat(action_as_text(), ": found that it goes through another forward",
                   of ? concat(" (stage ", of->stage, ", micro-batch ", of->micro_batch, ")")
                      : std::string(),
                   ", expected its own alone; detach what crosses from one stage to the next"));
@@ -245,13 +246,13 @@ void OpenStep::plan_backward(const Entry* first) {
   now_ = &backward_;
   if (first != nullptr) require_of_action(*first);
   if (backward_.action.kind != Kind::kBackward || backward_.action.began) {
-    fail(ErrorKind::kUsage, concat(action_in_words(),
+    fail(ErrorKind::kUsage, concat(action_as_text(),
                                    ": found another backward, expected one after each "
                                    "StepScope::begin_backward()"));
   }
   if (is_towards_chosen_tensors()) {
     fail(ErrorKind::kUsage,
-         concat(action_in_words(),
+         concat(action_as_text(),
                 ": found torch::autograd::grad, or a backward() with inputs, expected a backward() "
                 "without, since weight gradients would be left out without a word; call backward() "
                 "and read the input's grad()"));
@@ -311,13 +312,13 @@ void OpenStep::end_backward() {
     const auto segment = weak.lock();
     if (segment == nullptr) continue;
     for (const auto& each : segment->entries) {
-      if (const auto entry = each.lock()) entry->owed.reset();
+      if (const auto entry = each.lock()) entry->pending.reset();
     }
   }
   one.parts.clear();
   runtime_.leave_backward();
   runtime_.sink().set_store(nullptr);
-  if (records_) release_what_passes();
+  if (records_) release_transient();
   const bool is_first = !std::exchange(of.had_backward, true);
   one.state = backward_.action.backward == Backward::kFull ? State::kDone : State::kInputDone;
   touch(backward_.action.stage);

@@ -309,11 +309,11 @@ void Unit::renew_accumulators() {
     if (!parameter->contract.trainable) continue;
     for (const auto& leaf : parameter->leaves) grad::renew_accumulator(*leaf);
   }
-  renew_borrowed();
+  renew_shared();
 }
 
-void Unit::renew_borrowed() {
-  for (const auto& leaf : borrowed) {
+void Unit::renew_shared() {
+  for (const auto& leaf : owned_elsewhere) {
     if (leaf->owner->contract.trainable) grad::renew_accumulator(*leaf);
   }
 }

@@ -165,10 +165,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// this rank's shards hold now.
   void mark_stale(const at::Tensor& mark);
   void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
-  /// As a forward of the unit begins; renew_borrowed() as it ends, so that what the code around it
+  /// As a forward of the unit begins; renew_shared() as it ends, so that what the code around it
   /// does with leaves of its own is no further use of the same node. [Note: one leaf a use]
   void renew_accumulators();
-  void renew_borrowed();
+  void renew_shared();
   /// For trainable parameters, from the next sum on. Nothing may be summed yet.
   void set_divide_factor(double factor);
   void set_unshard_in_backward(bool value);
@@ -183,7 +183,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
     int open_calls = 0;              ///< forwards on the stack
     int tickets = 0;                 ///< deferred gradients that are owed
     bool reduced = false;            ///< in this backward
-    bool owed = false;               ///< a backward without sync left gradients in its slots
+    bool pending = false;            ///< a backward without sync left gradients in its slots
     bool unpublished = false;        ///< reduced since its gradients were last published
     bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
     bool gathered_again = false;     ///< before its backward, by a forward that is repeated
@@ -193,7 +193,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// Recorded forwards whose backward is not finished.
   int expected() const { return *expected_; }
   /// Its memory outlasts backwards.
-  bool outlasts_backward() const {
+  bool keeps_unsharded_after_backward() const {
     return progress_.unsharded_by_user || !controls.reshard_after_backward;
   }
   UnitId id() const { return id_; }  ///< in plan order, the same on every rank
@@ -221,12 +221,12 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// The same, where it is one and has no units inside: plans may tell it.
   std::weak_ptr<Recomputable> recomputable;
   /// Units that hold some of this module's parameters, which live at least as long as this one.
-  std::vector<std::shared_ptr<Unit>> lenders;
-  bool borrows_from(const Unit& other) const {
-    return std::any_of(lenders.begin(), lenders.end(),
-                       [&](const auto& lender) { return lender.get() == &other; });
+  std::vector<std::shared_ptr<Unit>> owners;
+  bool shares_of(const Unit& other) const {
+    return std::any_of(owners.begin(), owners.end(),
+                       [&](const auto& owner) { return owner.get() == &other; });
   }
-  std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
+  std::vector<std::shared_ptr<Leaf>> owned_elsewhere;  ///< leaves that another unit owns
 
   std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan);  ///< empty
   std::string released_message() const;  ///< of accesses to parameters that are not unsharded

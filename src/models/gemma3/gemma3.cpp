@@ -80,7 +80,7 @@ void read_ropes(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) {
   const auto check = [&](const char* key, const char* type) {
     const nlohmann::json* record = types.take(type);
     if (record != nullptr)
-      check_beside(keys, key, *record, concat("rope_parameters.", type), "rope_theta");
+      check_repeated(keys, key, *record, concat("rope_parameters.", type), "rope_theta");
   };
   check("rope_theta", kFullAttention);
   check("rope_local_base_freq", kSlidingAttention);
@@ -160,9 +160,9 @@ const FamilyTraits& gemma3_traits() {
       .read_ropes = read_ropes,
       .whole = Multimodal{.architecture = "Gemma3ForConditionalGeneration",
                           .model_type = "gemma3",
-                          .keys_beside = {"boi_token_index", "eoi_token_index", "image_token_index",
-                                          "boi_token_id", "eoi_token_id", "image_token_id",
-                                          "mm_tokens_per_image"}},
+                          .other_keys = {"boi_token_index", "eoi_token_index", "image_token_index",
+                                         "boi_token_id", "eoi_token_id", "image_token_id",
+                                         "mm_tokens_per_image"}},
       .module_name = name_of_text,
       .norms = NormPlacement::kAround,
       .norm_adds_one = true,

@@ -181,7 +181,7 @@ const std::vector<KnownValue>& mattering() {
       {"use_sliding_window", false, "sliding windows are not supported in this family"},
       {"quantization_config", nullptr, "quantized weights are not supported"},
       {"pretraining_tp", 1, "sliced products are not supported"},
-      {"partial_rotary_factor", 1.0, kWholeHeadTurns},
+      {"partial_rotary_factor", 1.0, kFullRotary},
       {"is_encoder_decoder", false, kDecoderOnly},
       {"is_decoder", false, "no cross attention"},
       {"add_cross_attention", false, "no cross attention"},

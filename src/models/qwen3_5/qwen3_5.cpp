@@ -34,15 +34,15 @@ const FamilyTraits& qwen3_5_traits() {
       .read = read_delta_net,
       .whole = Multimodal{.architecture = "Qwen3_5ForConditionalGeneration",
                           .model_type = "qwen3_5",
-                          .keys_beside = {"image_token_id", "video_token_id",
-                                          "vision_start_token_id", "vision_end_token_id"}},
+                          .other_keys = {"image_token_id", "video_token_id",
+                                         "vision_start_token_id", "vision_end_token_id"}},
       .module_name = name_in_qwen3_5,
       .pins = delta_net_pins(),
       .norm_adds_one = true,
       .norm_rounds_once = true,
       .qk_norm = true,
       .attention_gate = true,
-      .delta_projections_apart = true,
+      .separate_delta_projections = true,
   };
   return traits;
 }

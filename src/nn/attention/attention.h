@@ -60,7 +60,7 @@ struct AttentionOptions {
   enum class Gate : std::uint8_t { kNo, kYes } gate = Gate::kNo;
   std::optional<double> scale = std::nullopt;  ///< of scores; none = 1 / sqrt(head_dim)
   /// q, k and v are rows of one matrix, "qkv_proj"; the ranks divide the key and value heads then.
-  enum class Projections : std::uint8_t { kApart, kFused } projections = Projections::kApart;
+  enum class Projections : std::uint8_t { kSeparate, kFused } projections = Projections::kSeparate;
 };
 
 class Attention : public TokenMixer {

@@ -56,14 +56,14 @@ void DeltaNet::add_projections(std::int64_t keys, std::int64_t values) {
   in_proj_a_ = input("in_proj_a", options_.value_heads, column_parallel(region));
 }
 
-DeltaNet::Projected DeltaNet::project_apart(const at::Tensor& x) const {
+DeltaNet::Projected DeltaNet::project_separately(const at::Tensor& x) const {
   return {in_proj_qkv_->forward(x),
           in_proj_z_->forward(x).unflatten(2, {options_.value_heads, options_.value_dim}),
           in_proj_b_->forward(x), in_proj_a_->forward(x)};
 }
 
 DeltaNet::Projected DeltaNet::project(const at::Tensor& x) const {
-  if (in_proj_qkv_) return project_apart(x);
+  if (in_proj_qkv_) return project_separately(x);
   const std::int64_t rows = x.size(0), positions = x.size(1), groups = options_.key_heads;
   const std::int64_t each = options_.value_heads / groups;  // value heads of a key head
   const std::int64_t values = each * options_.value_dim;

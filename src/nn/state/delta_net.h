@@ -39,7 +39,7 @@ struct DeltaNetOptions {
   TensorRegion region = {};
   enum class Projections : std::uint8_t {
     kByKeyHead,  ///< "in_proj_qkvz", "in_proj_ba": the rows of a key head stand together
-    kApart,      ///< "in_proj_qkv" (all queries, all keys, all values), "_z", "_b" and "_a"
+    kSeparate,   ///< "in_proj_qkv" (all queries, all keys, all values), "_z", "_b" and "_a"
   } projections = Projections::kByKeyHead;
 };
 
@@ -59,7 +59,7 @@ class DeltaNet : public TokenMixer {
   };
   void add_projections(std::int64_t keys, std::int64_t values);
   Projected project(const at::Tensor& x) const;
-  Projected project_apart(const at::Tensor& x) const;
+  Projected project_separately(const at::Tensor& x) const;
   /// Takes the result of the convolution for `projected.qkv`.
   DeltaInputs inputs_of(const at::Tensor& mixed, const Projected& projected) const;
   at::Tensor normed(const at::Tensor& core, const at::Tensor& z) const;

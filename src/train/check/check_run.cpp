@@ -237,7 +237,7 @@ class WholeRun {
     check::append(report_.findings, check::wrong_order(noted_ranks));
   }
 
-  std::string in_words() const {
+  std::string as_text() const {
     return concat(
         "contracts, dtypes and order of ", count_text(std::ssize(ranks_), "rank"),
         ", which stand for all: ", count_text(std::ssize(resolved_.parameters), "parameter"), ", ",
@@ -335,7 +335,7 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
     WholeRun whole(source, dims, resolved, loads, report);
     checked.steps = whole.step_places(config, stepped);
     whole.step_others(with_few_micro_batches(stepped, dims, pipeline));
-    report.compared.push_back(whole.in_words());
+    report.compared.push_back(whole.as_text());
   } catch (const Error& error) {
     const bool is_refused =
         error.kind() == ErrorKind::kConfig || error.kind() == ErrorKind::kContract;

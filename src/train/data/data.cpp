@@ -15,7 +15,7 @@
 
 namespace tessera::train {
 
-std::int64_t MicroBatch::kept_labels() const { return nn::count_kept(targets); }
+std::int64_t MicroBatch::unmasked_targets() const { return nn::count_kept(targets); }
 
 models::ModelInputs MicroBatch::inputs() const {
   models::ModelInputs inputs;

@@ -37,7 +37,7 @@ struct MicroBatch {
   nn::Documents documents = {};                  ///< that rows are packed of
   std::optional<at::Tensor> fillers = {};        ///< [b, T] bool: places that packing leaves empty
   /// Targets that are not -100.
-  std::int64_t kept_labels() const;
+  std::int64_t unmasked_targets() const;
   /// With the targets: for the loss.
   models::ModelInputs inputs() const;
   /// The same where `model` computes: on a device by pinned memory, without a wait of the host. Layers
@@ -75,7 +75,7 @@ class BatchSource {
   /// How much of the rows up to the end of `step` came from each of several sources; empty of one.
   virtual std::vector<double> shares(std::int64_t /*step*/) const { return {}; }
   /// A line for each of several sources.
-  virtual std::vector<std::string> in_words() const { return {}; }
+  virtual std::vector<std::string> as_text() const { return {}; }
   /// What it was opened from, in lines that are equal where files, borders and rows are: names
   /// without folders, sizes, what is made of them. Not what the files hold.
   virtual std::vector<std::string> opened_from() const = 0;

@@ -74,7 +74,7 @@ std::vector<std::string> files_of(const std::vector<std::string>& paths, std::st
   return files;
 }
 
-std::filesystem::path borders_beside(const std::filesystem::path& path) {
+std::filesystem::path borders_of(const std::filesystem::path& path) {
   auto borders = path;
   return borders.replace_extension(".docs.bin");
 }
@@ -84,8 +84,8 @@ std::optional<std::string> lacks_for_packing(const std::vector<std::string>& fil
     if (!file.ends_with(".bin")) return file;
     auto mask = fs::path(file);
     mask.replace_extension(".mask.bin");
-    for (const fs::path& beside : {mask, borders_beside(file)}) {
-      if (!is_there(beside.native())) return beside.native();
+    for (const fs::path& paired : {mask, borders_of(file)}) {
+      if (!is_there(paired.native())) return paired.native();
     }
   }
   return std::nullopt;
@@ -93,7 +93,7 @@ std::optional<std::string> lacks_for_packing(const std::vector<std::string>& fil
 
 std::optional<std::string> lacks_borders(const std::vector<std::string>& files) {
   for (const std::string& file : files) {
-    auto borders = borders_beside(file).native();
+    auto borders = borders_of(file).native();
     if (file.ends_with(".bin") && !is_there(borders)) return borders;
   }
   return std::nullopt;

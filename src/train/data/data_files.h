@@ -27,7 +27,7 @@ std::vector<std::string> matches_of(const std::string& pattern, std::string_view
 std::vector<std::string> files_of(const std::vector<std::string>& paths, std::string_view key);
 
 /// NAME.docs.bin of NAME.bin.
-std::filesystem::path borders_beside(const std::filesystem::path& path);
+std::filesystem::path borders_of(const std::filesystem::path& path);
 
 /// The first file without which rows are not packed by themselves: a mask or the borders beside a
 /// NAME.bin, or one of `files` that is no NAME.bin. None where nothing lacks.

@@ -99,7 +99,7 @@ CheckpointData data_identity(const DataConfig& data, std::int64_t seq_len,
       identity.path.push_back(path);
       if (is_tokens(path)) {
         add_tokens(path, content);
-        if (packs) content.add(borders_beside(path));
+        if (packs) content.add(borders_of(path));
       } else {
         for (const fs::path& file : text_files(path)) content.add(file);
       }

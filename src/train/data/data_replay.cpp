@@ -311,7 +311,7 @@ void ReplayedBatches::check_values(const Rows& of, const at::Tensor& ids,
 void ReplayedBatches::check_labels(std::int64_t steps) {
   if (steps == 0) return;
   for (std::int64_t step = 1; step <= std::min(steps, steps_); ++step) {
-    if (load(step, {0, rows_}).kept_labels() > 0) return;
+    if (load(step, {0, rows_}).unmasked_targets() > 0) return;
   }
   throw Error(ErrorKind::kFormat,
               concat(shown(file_.path()), ": found no kept label in ", label_name_,

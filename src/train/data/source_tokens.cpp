@@ -81,7 +81,7 @@ class Parts {
   void add_tokens(const std::string& path) {
     auto file = std::make_unique<TokenFile>(path);
     if (has_documents_) {
-      const auto borders = borders_beside(path);
+      const auto borders = borders_of(path);
       std::error_code ignored;
       TESSERA_CHECK(std::filesystem::exists(borders, ignored), ErrorKind::kFormat,
                     "data.packing = documents: found no ", shown(borders.native()), " beside ",

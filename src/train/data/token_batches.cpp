@@ -26,7 +26,7 @@
 namespace tessera::train {
 namespace {
 
-/// Rows of seq_len + 1 tokens: whole documents, or stretches that do not overlap, whose remainder is
+/// Rows of seq_len + 1 tokens: whole documents, or chunks that do not overlap, whose remainder is
 /// dropped.
 struct SourceRows {
   std::unique_ptr<TokenSource> tokens;
@@ -145,7 +145,7 @@ class TokenBatches final : public BatchSource {
     return shares;
   }
 
-  std::vector<std::string> in_words() const override {
+  std::vector<std::string> as_text() const override {
     std::vector<std::string> lines;
     for (std::size_t i = 0; draw_ && i < sources_.size(); ++i) {
       lines.push_back(concat("source ", i + 1, ": ", 100.0 * draw_->share(i),
@@ -223,8 +223,8 @@ class TokenBatches final : public BatchSource {
 };
 
 /// What is to be said of a source's rows.
-std::string packing_in_words(const TokenSource& tokens, const std::optional<DocumentRows>& packed,
-                             const std::optional<std::string>& lacks, std::int64_t row) {
+std::string packing_as_text(const TokenSource& tokens, const std::optional<DocumentRows>& packed,
+                            const std::optional<std::string>& lacks, std::int64_t row) {
   if (packed) {
     const auto places = static_cast<double>(packed->rows()) * static_cast<double>(row);
     return concat("packing: ", packed->documents(), " documents in ", packed->rows(), " rows of ",
@@ -274,7 +274,7 @@ SourceRows open_rows(const NamedSource& source, const BatchRequest& request, std
   auto lacks = asked.lacks;
   // Without a mask nobody expects documents unasked.
   if (!request.packing && tokens->has_mask()) lacks = lacks_for_packing(source.path);
-  auto words = packing_in_words(*tokens, packed, lacks, row);
+  auto words = packing_as_text(*tokens, packed, lacks, row);
   return {std::move(tokens),
           std::move(packed),
           RowOrder(seed, rows, rows_in_step),

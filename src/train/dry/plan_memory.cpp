@@ -21,8 +21,8 @@ std::set<std::string> layers_of(const models::ModelDescription& model) {
   return layers;
 }
 
-capture::StepMemory beside_pool(const DryStep& step) {
-  return capture::beside_pool(step.between_steps, step.peak, step.held.pool, step.passes);
+capture::StepMemory outside_pool(const DryStep& step) {
+  return capture::outside_pool(step.between_steps, step.peak, step.held.pool, step.passes);
 }
 
 }  // namespace
@@ -46,9 +46,9 @@ PlanMemory plan_memory(const Config& config, const ModelSource& source, const Pa
   memory.others = held.parameters + held.gradients + held.reductions;
   if (!config.training.seq_len) return memory;
   const auto found =
-      capture::counted_activations({.none = beside_pool(none),
-                                    .selective = beside_pool(step_in(RecomputeMode::kSelective)),
-                                    .full = beside_pool(step_in(RecomputeMode::kFull))},
+      capture::counted_activations({.none = outside_pool(none),
+                                    .selective = outside_pool(step_in(RecomputeMode::kSelective)),
+                                    .full = outside_pool(step_in(RecomputeMode::kFull))},
                                    layers_of(source.description));
   memory.passing = found.passing;
   memory.others += memory.passing;

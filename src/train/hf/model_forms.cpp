@@ -47,7 +47,7 @@ layout::FileShape as_matrices(const models::ParameterSpec& parameter) {
   return form;
 }
 
-fsdp::MatrixForm each_apart(layout::FileShape whole, const layout::FusedMatrices& fused) {
+fsdp::MatrixForm each_separately(layout::FileShape whole, const layout::FusedMatrices& fused) {
   if (fused.dim != 0 || fused.order != layout::FusedMatrices::Order::kSideBySide) {
     return {std::move(whole), fused};
   }
@@ -78,7 +78,7 @@ fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& tabl
     } else if (std::ranges::count(as_one, parameter.name) > 0) {
       form = {as_matrices(parameter), {}};
     } else {
-      form = each_apart(as_matrices(parameter), parameter.fused);
+      form = each_separately(as_matrices(parameter), parameter.fused);
     }
     if (form.shape.size() == 2) forms.emplace(parameter.name, std::move(form));
   }

@@ -121,11 +121,11 @@ class Tokens {
     } else if (vocab.is_object()) {
       add_all(vocab);
     }
-    const nlohmann::json beside = object_of(folder_, "vocab.json");
-    add_all(beside);
+    const nlohmann::json paired = object_of(folder_, "vocab.json");
+    add_all(paired);
     const bool is_elsewhere = std::ranges::any_of(
         kNotRead, [&](const char* name) { return fs::exists(folder_ / name, ignored); });
-    lists_all_ = !vocab.empty() || !beside.empty() || (!ids_.empty() && !is_elsewhere);
+    lists_all_ = !vocab.empty() || !paired.empty() || (!ids_.empty() && !is_elsewhere);
   }
 
   fs::path folder_;

@@ -93,7 +93,7 @@ class Held {
     }
     std::vector<std::string> lines;
     for (const auto& [key, held] : held_) {
-      if (const auto others = ranks_apart(by_key.at(key)); !others.empty()) {
+      if (const auto others = differing_ranks(by_key.at(key)); !others.empty()) {
         lines.push_back(concat(held.name, " over ", axis, ": ", others));
       }
     }
@@ -103,7 +103,7 @@ class Held {
  private:
   /// "rank 3 has other bits than ranks 0, 1, 2"; empty where all have the same. Those that most have
   /// are right, of as many the first rank's.
-  static std::string ranks_apart(const std::vector<std::pair<int, std::uint64_t>>& hashes) {
+  static std::string differing_ranks(const std::vector<std::pair<int, std::uint64_t>>& hashes) {
     const auto count = [&](std::uint64_t hash) {
       return std::ranges::count(hashes, hash, [](const auto& one) { return one.second; });
     };

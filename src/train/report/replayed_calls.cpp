@@ -13,7 +13,7 @@ ReplayCalls ReplayedCalls::of_step() {
   return since;
 }
 
-std::string ReplayedCalls::in_words() const {
+std::string ReplayedCalls::as_text() const {
   const auto calls = replay_calls(model_);
   std::string text =
       concat("regions: ", calls.replayed, " calls replayed, ", calls.recorded, " recorded");

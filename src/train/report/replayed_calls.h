@@ -14,7 +14,7 @@ class ReplayedCalls {
   /// Of this rank, since this was called last.
   ReplayCalls of_step();
   /// All so far, and why some were eager, in one line.
-  std::string in_words() const;
+  std::string as_text() const;
 
  private:
   const ShardedBase& model_;

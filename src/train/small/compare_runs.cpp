@@ -79,7 +79,8 @@ class Units {
     for (auto unit = one_.units.rbegin(); unit != one_.units.rend(); ++unit) {
       if (unit->gradient.sizes.empty()) continue;
       if (!is_right(*unit, &SeenUnit::gradient)) {
-        const bool is_sent_rightly = after != nullptr && is_right(*after, &SeenUnit::given_back);
+        const bool is_sent_rightly =
+            after != nullptr && is_right(*after, &SeenUnit::input_gradient);
         const std::string& by = after == nullptr ? unit->unit : after->unit;
         auto found =
             finding(FindingKind::kBackward, *unit, by, &SeenUnit::gradient, "gradient of input");

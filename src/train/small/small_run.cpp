@@ -130,7 +130,7 @@ class Notes final : public fsdp::CallWatch, public parallel::TransitionWatch {
     const at::Tensor* input = first_floating(inputs);
     if (input == nullptr) return;
     seen_.units[place].input = values_of(*input);
-    note_gradient(*input, place, &SeenUnit::given_back);
+    note_gradient(*input, place, &SeenUnit::input_gradient);
   }
   void left(const std::string& /*unit*/, const std::vector<at::Tensor*>& results) override {
     const std::size_t place = units_.back();

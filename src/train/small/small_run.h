@@ -47,11 +47,11 @@ SmallRun under(const SmallRun& run, const ParallelDims& dims);
 /// One call of a unit on one rank.
 struct SeenUnit {
   std::string unit;
-  std::int64_t call = 0;          ///< of this unit, from 0: the micro-batch
-  check::Values input = {};       ///< its first floating one
-  check::Values result = {};      ///< the first
-  check::Values gradient = {};    ///< of the result; empty where none came
-  check::Values given_back = {};  ///< gradient of the input; empty where none is due
+  std::int64_t call = 0;              ///< of this unit, from 0: the micro-batch
+  check::Values input = {};           ///< its first floating one
+  check::Values result = {};          ///< the first
+  check::Values gradient = {};        ///< of the result; empty where none came
+  check::Values input_gradient = {};  ///< gradient of the input; empty where none is due
 };
 
 struct SeenRank {

@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "sim/drawn_collectives.h"
 #include "sim/nccl/stand_in.h"
 #include "sim/ranks.h"
@@ -18,8 +18,8 @@ namespace {
 
 using comm::EventEnd;
 using comm::EventSite;
-using comm::MailRoute;
-using comm::MailTag;
+using comm::P2PRoute;
+using comm::P2PTag;
 
 Where over_nccl(int ranks, bool side = false) {
   return {ranks, "sim", side, /*late=*/false, ThreadBackend::kNccl};
@@ -101,18 +101,18 @@ void sum_and_send(World& world) {
   const at::Tensor data = at::ones({100}, here).mul(3);
   group->issue(batch_of({comm::AllReduce{data}}))->wait();
   data.mul(2);
-  const auto mail = comm::mail_of(world, comm::all_ranks(world.size()));
-  const MailRoute route{0, 1, MailTag::Direction::kForward};
-  mail->connect({route});
-  const MailTag tag{7, route.direction, 0, 0, 0};
+  const auto p2p = comm::p2p_of(world, comm::all_ranks(world.size()));
+  const P2PRoute route{0, 1, P2PTag::Direction::kForward};
+  p2p->connect({route});
+  const P2PTag tag{7, route.direction, 0, 0, 0};
   if (world.rank() == 0) {
     const at::Tensor sent = at::ones({100}, here).mul(3);
-    mail->send(1, tag, sent)->wait();
+    p2p->send(1, tag, sent)->wait();
     sent.fill_(5);
   } else if (world.rank() == 1) {
     const at::Tensor into = at::zeros({100}, here);
     into.mul(2);
-    mail->receive(0, tag, into)->wait();
+    p2p->receive(0, tag, into)->wait();
     into.mul(2);
   }
 }
@@ -121,7 +121,7 @@ TEST(NcclEvents, EachThatIsLeftOutIsFound) {
   const Where where = over_nccl(2, /*side=*/true);
   ASSERT_EQ(race_on_ranks(where, sum_and_send), "");
   for (const EventSite site :
-       {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kMailPost, EventSite::kMailEnd}) {
+       {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kP2PPost, EventSite::kP2PEnd}) {
     for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
       const auto left_out = without(site, end);
       const std::string race = thrown_on(where, sum_and_send);
@@ -132,8 +132,8 @@ TEST(NcclEvents, EachThatIsLeftOutIsFound) {
 }
 
 struct Planned {
-  MailRoute route;
-  MailTag tag;
+  P2PRoute route;
+  P2PTag tag;
   int number;
   at::Tensor values() const {
     const std::int64_t rows =
@@ -146,11 +146,11 @@ struct Planned {
 TEST(NcclMessages, OfManyWaysArriveInWhateverOrderTheEndsTakeThem) {
   for (unsigned seed = 1; seed <= 4; ++seed) {
     const int ranks = 2 + static_cast<int>(seed) % 3;
-    std::set<MailRoute> routes;
+    std::set<P2PRoute> routes;
     std::vector<Planned> all;
     for (int from = 0; from < ranks; ++from) {
       for (int to = 0; to < ranks; ++to) {
-        for (const auto direction : {MailTag::Direction::kForward, MailTag::Direction::kBackward}) {
+        for (const auto direction : {P2PTag::Direction::kForward, P2PTag::Direction::kBackward}) {
           if (from == to) continue;
           routes.insert({from, to, direction});
           for (int i = 0; i < 5; ++i) {
@@ -160,10 +160,10 @@ TEST(NcclMessages, OfManyWaysArriveInWhateverOrderTheEndsTakeThem) {
       }
     }
     on_ranks(over_nccl(ranks, seed % 2 == 0), [&](World& world) {
-      const auto mail = comm::mail_of(world, comm::all_ranks(ranks));
-      mail->connect(routes);
+      const auto p2p = comm::p2p_of(world, comm::all_ranks(ranks));
+      p2p->connect(routes);
       std::mt19937 random(10 * seed + static_cast<unsigned>(world.rank()));
-      std::map<MailRoute, std::vector<const Planned*>> of_way;
+      std::map<P2PRoute, std::vector<const Planned*>> of_way;
       for (const Planned& one : all) {
         if (one.route.from == world.rank() || one.route.to == world.rank()) {
           of_way[one.route].push_back(&one);
@@ -175,7 +175,7 @@ TEST(NcclMessages, OfManyWaysArriveInWhateverOrderTheEndsTakeThem) {
         std::unique_ptr<comm::Transfer> transfer;
       };
       std::vector<End> ends;
-      std::map<MailRoute, std::size_t> next;
+      std::map<P2PRoute, std::size_t> next;
       while (!of_way.empty()) {
         auto way = of_way.begin();
         std::advance(way, random() % of_way.size());
@@ -183,8 +183,8 @@ TEST(NcclMessages, OfManyWaysArriveInWhateverOrderTheEndsTakeThem) {
         const at::Tensor values = one.values().to(world.device());
         End end{&one, one.route.from == world.rank() ? values.mul(1) : at::zeros_like(values), {}};
         end.transfer = one.route.from == world.rank()
-                           ? mail->send(one.route.to, one.tag, end.tensor)
-                           : mail->receive(one.route.from, one.tag, end.tensor);
+                           ? p2p->send(one.route.to, one.tag, end.tensor)
+                           : p2p->receive(one.route.from, one.tag, end.tensor);
         ends.push_back(std::move(end));
         if (next[way->first] == way->second.size()) of_way.erase(way);
       }

@@ -130,7 +130,7 @@ void in_turn(World& /*world*/, const std::function<void()>& forward,
   forward();
   backward();
 }
-void beside(World& world, const std::function<void()>& forward,
+void paired(World& world, const std::function<void()>& forward,
             const std::function<void()>& backward) {
   Turns(world.device()).run(forward, backward);
 }
@@ -151,7 +151,7 @@ OfRanks run_passes(const Where& where, at::ScalarType dtype, const Around& aroun
 TEST(PairsOnDevices, HaveTheBitsOfPassesInTurn) {
   for (const Where& where : places()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
-      const OfRanks found = run_passes(where, dtype, beside);
+      const OfRanks found = run_passes(where, dtype, paired);
       const OfRanks expected = run_passes(where, dtype, in_turn);
       for (int rank = 0; rank < kRanks; ++rank) {
         const auto at = static_cast<std::size_t>(rank);
@@ -170,7 +170,7 @@ std::string race_of_pair(const Where& where) {
   try {
     on_ranks(where, [&](World& world) {
       try {
-        two_passes(world, at::kFloat, beside);
+        two_passes(world, at::kFloat, paired);
       } catch (...) {
         break_open("sim: another rank has failed");  // what stands still behind this one goes on
         throw;
@@ -418,17 +418,17 @@ TEST(PairsOnDevices, RunsHaveTheBitsOfPassesInTurnAndFillTheirExchanges) {
     if (pairs.pp > 1) config.pipeline.split = {0, 2, 4, 6};
     const auto what = concat(pairs.schedule, " on ", shown(pairs.where, {2 * pairs.pp, 1}),
                              pairs.where.nccl ? " over NCCL: " : ": ");
-    const Found beside = found_in(pairs.where, pairs.pp, config, folder);
+    const Found paired = found_in(pairs.where, pairs.pp, config, folder);
     config.pipeline.overlap = pipeline::Overlap::kOff;
     const Found turns = found_in(pairs.where, pairs.pp, config, folder);
-    EXPECT_EQ(beside.losses, turns.losses) << what;
-    EXPECT_EQ(beside.norms, turns.norms) << what;
-    ASSERT_EQ(beside.weights.size(), turns.weights.size());
-    for (const auto& [name, weight] : beside.weights) {
+    EXPECT_EQ(paired.losses, turns.losses) << what;
+    EXPECT_EQ(paired.norms, turns.norms) << what;
+    ASSERT_EQ(paired.weights.size(), turns.weights.size());
+    for (const auto& [name, weight] : paired.weights) {
       expect_same_bits(weight.cpu(), turns.weights.at(name).cpu(), what + name);
     }
     EXPECT_THAT(turns.pairs, IsEmpty());
-    expect_filled(beside.pairs, what);
+    expect_filled(paired.pairs, what);
   }
 }
 

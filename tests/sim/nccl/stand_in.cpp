@@ -348,7 +348,7 @@ class ProcessGroupNCCL::Here {
                    launch(end.stream, sends ? "nccl send" : "nccl recv", {{tensor, !sends}},
                           CarriedOut::kLater)};
     // What is sent was copied: only who asks whether it is over has to know that nobody received it.
-    leave_open(posted.access, sends ? Behind::kGoesOn : Behind::kStandsStill);
+    leave_open(posted.access, sends ? Behind::kResumes : Behind::kStandsStill);
     {
       const std::lock_guard lock(state().mutex);
       (sends ? end.pair->sends : end.pair->receives)[way].push_back(std::move(posted));
@@ -432,15 +432,15 @@ class ProcessGroupNCCL::Here {
     std::vector<Added> all = std::exchange(pieces_, {});
     if (all.empty()) return;
     require_apart(all);
-    std::vector<Touched> touched;
+    std::vector<Accessed> accessed;
     std::string name = "nccl";
     for (const Added& each : all) {
-      touched.push_back({each.source, false});
-      touched.push_back({each.target, true});
+      accessed.push_back({each.source, false});
+      accessed.push_back({each.target, true});
       name += " " + each.piece.text;
     }
     Posted posted;
-    posted.access = launch(current_stream(device_->index()), name, touched);
+    posted.access = launch(current_stream(device_->index()), name, accessed);
     leave_open(posted.access, Behind::kStandsStill);
     for (Added& each : all) {
       each.piece.source = copied(each.source);
@@ -451,7 +451,7 @@ class ProcessGroupNCCL::Here {
     post(*among_, rank_, device_->index(), std::move(posted));
   }
 
-  /// What one operation of a group writes no other one touches.
+  /// What one operation of a group writes no other one accesses.
   void require_apart(const std::vector<Added>& all) const {
     const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
       const auto begin = [](const at::Tensor& one) {
@@ -463,8 +463,9 @@ class ProcessGroupNCCL::Here {
     for (const Added& one : all) {
       for (const Added& other : all) {
         if (&one == &other) continue;
-        require(!overlap(one.target, other.target) && !overlap(one.target, other.source),
-                one.piece.text + " writes what " + other.piece.text + " of the same group touches");
+        require(
+            !overlap(one.target, other.target) && !overlap(one.target, other.source),
+            one.piece.text + " writes what " + other.piece.text + " of the same group accesses");
       }
     }
   }

@@ -146,9 +146,9 @@ TEST(PlanJson, KeysThatNobodyReadsAreRefusedWhereverTheyStand) {
 // A lender is a unit around the one that borrows, so that no model has a circle of them.
 TEST(PlanJson, UnitsThatLendInACircleAreRefused) {
   using Lenders = std::vector<std::vector<int>>;
-  const auto with = [](const Lenders& lenders) {
+  const auto with = [](const Lenders& owners) {
     auto whole = json::parse(to_json(three_units()));
-    for (std::size_t i = 0; i < lenders.size(); ++i) whole["units"][i]["lenders"] = lenders[i];
+    for (std::size_t i = 0; i < owners.size(); ++i) whole["units"][i]["lenders"] = owners[i];
     return refusal(whole.dump());
   };
   EXPECT_EQ(with({{}, {0}, {1, 0}}), "") << "lenders may borrow themselves";
@@ -192,7 +192,7 @@ TEST(PlanJson, FilesAreWrittenAsTheyWere) {
               nlohmann::ordered_json::parse(text).dump());
   }
   auto three = three_units();
-  three.plan.units[1].lenders = {0};
+  three.plan.units[1].owners = {0};
   EXPECT_THAT(to_json(three), StartsWith(R"({
   "format": "tessera-plan",
   "version": 1,

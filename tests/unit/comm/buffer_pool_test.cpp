@@ -15,7 +15,7 @@ void step(BufferPool& pool, const std::vector<std::int64_t>& sizes) {
   std::vector<at::Tensor> taken;
   taken.reserve(sizes.size());
   for (const auto size : sizes) taken.push_back(pool.take(size, at::kByte));
-  for (auto& one : taken) pool.give_back(std::move(one));
+  for (auto& one : taken) pool.recycle(std::move(one));
 }
 
 TEST(BufferPool, ASteadyStepMakesNothing) {
@@ -81,8 +81,8 @@ TEST(BufferPool, AStepThatComesAgainIsGivenTheSameMemory) {
   const auto below = [&](unsigned count) { return engine() % count; };
   struct Event {
     bool takes;
-    std::int64_t size;      // of a take
-    std::size_t give_back;  // which of those that are taken
+    std::int64_t size;    // of a take
+    std::size_t recycle;  // which of those that are taken
   };
   for (int drawn = 0; drawn < 50; ++drawn) {
     std::vector<Event> events;
@@ -103,12 +103,12 @@ TEST(BufferPool, AStepThatComesAgainIsGivenTheSameMemory) {
           taken.push_back(pool.take(event.size, at::kByte));
           found.push_back(taken.back().const_data_ptr());
         } else {
-          const auto one = taken.begin() + static_cast<std::ptrdiff_t>(event.give_back);
-          pool.give_back(std::move(*one));
+          const auto one = taken.begin() + static_cast<std::ptrdiff_t>(event.recycle);
+          pool.recycle(std::move(*one));
           taken.erase(one);
         }
       }
-      for (auto& one : taken) pool.give_back(std::move(one));
+      for (auto& one : taken) pool.recycle(std::move(one));
       return found;
     };
     // The first ones make blocks, and free those that are just too small.
@@ -134,7 +134,7 @@ TEST(BufferPool, TrimFreesWhatIsNotTaken) {
   pool.trim();
   EXPECT_EQ(pool.free_bytes(), 0);
   EXPECT_EQ(pool.total_bytes(), 1200);
-  pool.give_back(std::move(taken));
+  pool.recycle(std::move(taken));
   EXPECT_EQ(pool.free_bytes(), 1200);
   pool.trim();
   EXPECT_EQ(pool.total_bytes(), 0);
@@ -153,7 +153,7 @@ TEST(BufferPool, WhatAStepHasNotTakenIsFreedAndTheRestStays) {
   const auto made = pool.blocks_made();
   step(pool, {1000, 50});
   EXPECT_EQ(pool.blocks_made(), made);
-  pool.give_back(std::move(taken));
+  pool.recycle(std::move(taken));
 }
 
 }  // namespace

@@ -31,7 +31,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "comm/queue.h"
 #include "dist/drawn_calls.h"
 #include "tessera/error.h"
@@ -223,45 +223,45 @@ void gather_layers(World& world, comm::Group& group) {
 
 /// One step of a pipeline whose ranks are its stages: activations go up, gradients back, in two
 /// micro-batches. `wrong`: what the plan's rank does.
-void hand_on(World& world, comm::Mail& mail, int step, const std::string& wrong) {
+void hand_on(World& world, comm::P2P& p2p, int step, const std::string& wrong) {
   const int rank = world.rank();
   const int last = world.size() - 1;
   std::vector<std::unique_ptr<comm::Transfer>> sends;
-  const auto tag = [&](comm::MailTag::Direction direction, int stage, int micro_batch) {
-    return comm::MailTag{static_cast<std::uint64_t>(step), direction, stage, micro_batch, 0};
+  const auto tag = [&](comm::P2PTag::Direction direction, int stage, int micro_batch) {
+    return comm::P2PTag{static_cast<std::uint64_t>(step), direction, stage, micro_batch, 0};
   };
   // Takes one message from one neighbour and hands it on to the other one, or turns it.
-  const auto pass = [&](comm::MailTag::Direction direction, int micro_batch) {
-    const int ahead = direction == comm::MailTag::Direction::kForward ? 1 : -1;
+  const auto pass = [&](comm::P2PTag::Direction direction, int micro_batch) {
+    const int ahead = direction == comm::P2PTag::Direction::kForward ? 1 : -1;
     auto x = at::full({30000}, 10 * step + micro_batch, at::kLong);
     const int from = rank - ahead;
     const int to = rank + ahead;
     if (from >= 0 && from <= last) {
       x.fill_(-1);
-      mail.receive(from, tag(direction, from, micro_batch), x)->wait();
+      p2p.receive(from, tag(direction, from, micro_batch), x)->wait();
     }
     TESSERA_INVARIANT(x.eq(10 * step + micro_batch).all().item<bool>(), "wrong message");
     if (to < 0 || to > last) return;
     if (wrong == "shape") x = x.view({2, 15000});
     const int named = wrong == "swap" ? micro_batch + 5 : micro_batch;
-    sends.push_back(mail.send(to, tag(direction, rank, named), x));
+    sends.push_back(p2p.send(to, tag(direction, rank, named), x));
   };
-  for (const int micro_batch : {0, 1}) pass(comm::MailTag::Direction::kForward, micro_batch);
-  for (const int micro_batch : {0, 1}) pass(comm::MailTag::Direction::kBackward, micro_batch);
+  for (const int micro_batch : {0, 1}) pass(comm::P2PTag::Direction::kForward, micro_batch);
+  for (const int micro_batch : {0, 1}) pass(comm::P2PTag::Direction::kBackward, micro_batch);
   for (const auto& send : sends) send->wait();
 }
 
 void train_a_pipeline(const Plan& plan, World& world) {
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
-  const auto mail = comm::mail_of(world, all);
+  const auto p2p = comm::p2p_of(world, all);
   Plan wrong = plan;
   wrong.mode = plan.mode.substr(5);
   for (int step = 0; step < plan.steps; ++step) {
     const bool fails = step == plan.step && world.rank() == plan.rank;
     try {
       if (fails) misbehave(wrong, world);
-      hand_on(world, *mail, step, fails ? wrong.mode : "none");
+      hand_on(world, *p2p, step, fails ? wrong.mode : "none");
     } catch (const tessera::Error&) {
       if (wrong.mode != "poison" || !world.aborted()) throw;
       world.recover();

@@ -238,9 +238,9 @@ TEST(Turns, AHandlerMayRunThem) {
 
 TEST(Turns, TheSecondStackIsDeep) {
   const std::function<int(int)> deep = [&deep](int depth) {
-    std::array<volatile char, 1024> touched{};
-    touched[0] = 1;
-    return depth == 0 ? touched[0] : deep(depth - 1) + touched[1];
+    std::array<volatile char, 1024> accessed{};
+    accessed[0] = 1;
+    return depth == 0 ? accessed[0] : deep(depth - 1) + accessed[1];
   };
   Turns turns;
   int result = 0;
@@ -327,7 +327,7 @@ const std::array kOfACall{
     OfACall{"SampleScope", opens<SampleScope>(SamplePlace{}),
             [] { return sample_place().has_value(); }},
     OfACall{"DoingHere", opens<DoingHere>([] { return std::string("a slot"); }),
-            [] { return DoingHere::in_words() == ", in a slot"; }},
+            [] { return DoingHere::as_text() == ", in a slot"; }},
     OfACall{"NoInterrupts", opens<base::NoInterrupts>(), base::NoInterrupts::in_this_thread},
     OfACall{"ShapesOnly", opens<base::ShapesOnly>(), base::shapes_only},
 };

@@ -149,7 +149,7 @@ TEST(BackwardPlan, WhereBackwardDoesNotComeNothingIsGatheredButGradientsAreSumme
 TEST(BackwardPlan, ALenderIsGatheredWithItsBorrowerAndReducedAfterThat) {
   auto states = resharding(3);
   states[0].gathers = true;
-  states[2].lenders = {0};
+  states[2].owners = {0};
   const Trace trace{{1, 2}, {0, 1}, {0, 0}};  // called directly: the root has no forward
   EXPECT_THAT(plan_text(trace, states),
               ElementsAre("gather 0", "gather 2", "gather 1", "release 2", "reduce 2", "reduce 0",
@@ -223,9 +223,9 @@ Drawn draw(unsigned seed) {
     drawn.releases.push_back(random() % 3 != 0);
     unit.reduces = random() % 4 != 0;
     if (random() % 4 == 0) unit.backward_prefetch = {static_cast<UnitId>(random() % units)};
-    if (random() % 4 == 0) unit.lenders = {static_cast<UnitId>(random() % units)};
+    if (random() % 4 == 0) unit.owners = {static_cast<UnitId>(random() % units)};
   }
-  for (UnitId i = 0; i < units; ++i) std::erase(drawn.units[i].lenders, i);
+  for (UnitId i = 0; i < units; ++i) std::erase(drawn.units[i].owners, i);
   std::uint32_t checkpoints = 0;
   const auto count = 1 + random() % 3;
   for (std::size_t i = 0; i < count; ++i) {
@@ -273,7 +273,7 @@ void expect_usable(const Drawn& drawn, const PassPlan& plan) {
     const auto& place = plan.places.at(part).at(position);
     const auto unit = drawn.record.parts[part].units[position];
     const bool reached = drawn.record.reached[part][position];
-    auto users = drawn.units[unit].lenders;
+    auto users = drawn.units[unit].owners;
     users.push_back(unit);
     if (begins) {
       run(place.needed);

@@ -94,7 +94,7 @@ class Draw {
       some(unit.backward_prefetch);
     }
     for (UnitId id = 1; id < count; ++id) {
-      if (below(5) == 0) units[id].lenders = {0};
+      if (below(5) == 0) units[id].owners = {0};
     }
     return units;
   }

@@ -45,10 +45,10 @@ TEST(StepRecord, CheckpointsAreCountedFromTheMicroBatch) {
 }
 
 TEST(StepRecord, FirstEntriesHaveLendersBeforeWhatBorrows) {
-  const std::vector<std::vector<UnitId>> lenders{{}, {0}, {0, 3}, {}};
-  EXPECT_THAT(first_entries({flat({1, 2}), flat({1, 3})}, lenders), ElementsAre(0, 1, 3, 2));
-  EXPECT_THAT(first_entries({flat({3, 2, 3, 0})}, lenders), ElementsAre(3, 0, 2));
-  EXPECT_TRUE(first_entries({}, lenders).empty());
+  const std::vector<std::vector<UnitId>> owners{{}, {0}, {0, 3}, {}};
+  EXPECT_THAT(first_entries({flat({1, 2}), flat({1, 3})}, owners), ElementsAre(0, 1, 3, 2));
+  EXPECT_THAT(first_entries({flat({3, 2, 3, 0})}, owners), ElementsAre(3, 0, 2));
+  EXPECT_TRUE(first_entries({}, owners).empty());
 }
 
 TEST(StepRecord, ReachIsWhatAnyBackwardWentThrough) {

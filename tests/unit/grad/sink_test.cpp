@@ -21,14 +21,14 @@ class Owner : public SlotOwner {
     const bool first = std::exchange(empty, false);
     return {slot, first};
   }
-  at::Tensor lend_slot(std::size_t parameter) override {
+  at::Tensor share_slot(std::size_t parameter) override {
     if (!lends || !empty || std::exchange(is_lent, true)) return {};
-    lent.push_back(parameter);
+    shared.push_back(parameter);
     return slot;
   }
   void end_loan(std::size_t parameter, bool arrived) override {
     EXPECT_TRUE(std::exchange(is_lent, false));
-    EXPECT_EQ(parameter, lent.back());
+    EXPECT_EQ(parameter, shared.back());
     if (arrived) empty = false;
     arrivals.push_back(arrived);
   }
@@ -38,7 +38,7 @@ class Owner : public SlotOwner {
   bool empty = true;
   bool lends = true;
   bool is_lent = false;
-  std::vector<std::size_t> opened, lent;
+  std::vector<std::size_t> opened, shared;
   std::vector<bool> arrivals;  ///< of each loan that has ended
   int tickets = 0;
 };
@@ -210,19 +210,19 @@ struct Counted {
 
 TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
   const auto id = slot();
-  auto lent = sink.lend(id, raw_of(at::kFloat), Source::kCaptured);
-  ASSERT_TRUE(lent);
-  EXPECT_EQ(lent->tensor().const_data_ptr(), owner.slot.const_data_ptr());
-  EXPECT_EQ(lent->tensor().sizes(), at::IntArrayRef({2, 2}));
-  EXPECT_TRUE(lent->tensor().is_contiguous());
-  lent->tensor().fill_(256);
+  auto shared = sink.lend(id, raw_of(at::kFloat), Source::kCaptured);
+  ASSERT_TRUE(shared);
+  EXPECT_EQ(shared->tensor().const_data_ptr(), owner.slot.const_data_ptr());
+  EXPECT_EQ(shared->tensor().sizes(), at::IntArrayRef({2, 2}));
+  EXPECT_TRUE(shared->tensor().is_contiguous());
+  shared->tensor().fill_(256);
   EXPECT_TRUE(owner.empty) << "nothing has arrived before it is given back";
-  lent->give_back();
+  shared->recycle();
   EXPECT_FALSE(sink.lend(id, raw_of(at::kFloat), Source::kEager)) << "the second is an addition";
   sink.accept(id, full(1, at::kBFloat16), Source::kEager);
   sink.accept(id, full(-256, at::kHalf), Source::kEager);
   EXPECT_TRUE(at::equal(owner.slot, at::ones({4})));
-  EXPECT_THAT(owner.lent, ElementsAre(5U));
+  EXPECT_THAT(owner.shared, ElementsAre(5U));
 }
 
 TEST_F(Sink, LendsNothingWhereMoreThanTheProductIsToBeDone) {
@@ -236,7 +236,7 @@ TEST_F(Sink, LendsNothingWhereMoreThanTheProductIsToBeDone) {
   contract.grad = DType::kFloat32;
   EXPECT_FALSE(is_lent(at::kFloat)) << "a rounding is asked for";
   contract.grad = {};
-  EXPECT_TRUE(owner.lent.empty()) << "the owner was not asked";
+  EXPECT_TRUE(owner.shared.empty()) << "the owner was not asked";
   owner.lends = false;
   EXPECT_FALSE(is_lent(at::kFloat)) << "the owner has none to lend";
   owner.lends = true;
@@ -258,10 +258,10 @@ TEST_F(Sink, RefusesByNameToLendWhatBreaksTheContract) {
   EXPECT_THAT(refused(raw_of(at::kLong)), Says("real floating"));
   contract.trainable = false;
   EXPECT_THAT(refused(raw_of(at::kFloat)), Says("frozen"));
-  EXPECT_TRUE(owner.lent.empty());
+  EXPECT_TRUE(owner.shared.empty());
 }
 
-// Naive: a slot that counts as full from the moment it is lent.
+// Naive: a slot that counts as full from the moment it is shared.
 TEST_F(Sink, AKernelThatThrowsLeavesItsSlotAsNotArrived) {
   const auto id = slot();
   Counted counted;
@@ -279,13 +279,13 @@ TEST_F(Sink, AKernelThatThrowsLeavesItsSlotAsNotArrived) {
 }
 
 TEST_F(Sink, ALentSlotIsGivenBackOnce) {
-  auto lent = sink.lend(slot(), raw_of(at::kFloat), Source::kEager);
-  ASSERT_TRUE(lent);
-  LentSlot moved = std::move(*lent);
-  lent.reset();
+  auto shared = sink.lend(slot(), raw_of(at::kFloat), Source::kEager);
+  ASSERT_TRUE(shared);
+  SharedSlot moved = std::move(*shared);
+  shared.reset();
   EXPECT_TRUE(owner.is_lent) << "whoever it was moved to has it";
-  moved.give_back();
-  EXPECT_REFUSED(kInternal, moved.give_back());
+  moved.recycle();
+  EXPECT_REFUSED(kInternal, moved.recycle());
   EXPECT_THAT(owner.arrivals, ElementsAre(true));
 }
 
@@ -318,7 +318,7 @@ TEST_F(Sink, AProductWithoutAWayIntoTheSlotIsLeftToItsMaker) {
   product.write = nullptr;
   EXPECT_FALSE(sink.write(slot(), product, Source::kEager));
   EXPECT_EQ(counted.formed, 0);
-  EXPECT_TRUE(owner.lent.empty());
+  EXPECT_TRUE(owner.shared.empty());
 }
 
 TEST_F(Sink, ThePlaceOfTestsSeesWhatAKernelHasWritten) {

@@ -180,12 +180,12 @@ TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
     for (const auto& [name, values] : written.values) {
       const auto size = static_cast<std::size_t>(size_of(checkpoint.find(name)->dtype));
       const auto numel = checkpoint.find(name)->numel();
-      const auto stretches =
-          checkpoint.stretches(name, TensorBox::whole(checkpoint.find(name)->shape), 0, numel);
-      if (stretches.empty()) continue;
+      const auto chunks =
+          checkpoint.chunks(name, TensorBox::whole(checkpoint.find(name)->shape), 0, numel);
+      if (chunks.empty()) continue;
       auto& bytes = found[name];
       bytes.resize(values.size());
-      for (const auto& one : stretches) {
+      for (const auto& one : chunks) {
         wanted[one.file].push_back(
             {one.offset,
              std::span(bytes).subspan(static_cast<std::size_t>(one.elements.begin) * size,
@@ -236,10 +236,10 @@ TEST(CheckpointFolder, ARangeOfABoxReadsWhatIndexingFindsHoweverItWasWritten) {
       std::vector<std::byte> found(expected.size());
       checkpoint.read_box(name, box, begin, end, found);
       ASSERT_TRUE(found == expected) << name;
-      const auto stretches = checkpoint.stretches(name, box, begin, end);
-      if (stretches.empty()) continue;
+      const auto chunks = checkpoint.chunks(name, box, begin, end);
+      if (chunks.empty()) continue;
       std::fill(found.begin(), found.end(), std::byte{0});
-      for (const auto& one : stretches) {
+      for (const auto& one : chunks) {
         InputFile(path / one.file)
             .read_range(one.offset,
                         std::span(found).subspan(

@@ -235,7 +235,7 @@ TEST_F(Isas, ClampedSwigluAgrees) {
   });
 }
 
-// The last vector of a row is shorter: it gives the bits of a whole one and touches nothing behind
+// The last vector of a row is shorter: it gives the bits of a whole one and accesses nothing behind
 // the row.
 TEST_F(Isas, ShortVectorsGiveTheBitsOfWholeOnesAndTouchNothingElse) {
   const std::vector<float> both = numbers(9, 2.0), grad = numbers(10);

@@ -432,7 +432,7 @@ TEST(Compare, LooksAsFarBackAsBothHaveCome) {
   EXPECT_EQ(compare(one(8), one(0)), Issued::kSame);
   EXPECT_EQ(compare(one(8), one(8, 1)), Issued::kDifferent);
   EXPECT_EQ(compare(one(8, 1), one(5)), Issued::kDifferent);
-  EXPECT_EQ(compare(one(100), one(20)), Issued::kTooFarApart);
+  EXPECT_EQ(compare(one(100), one(20)), Issued::kTooFar);
 }
 
 TEST(Pulse, ReadsAsItWasWritten) {

@@ -238,7 +238,7 @@ class OneSlot : public grad::SlotOwner {
     ++opened;
     return {slot, /*first=*/false};
   }
-  at::Tensor lend_slot(std::size_t) override { return {}; }
+  at::Tensor share_slot(std::size_t) override { return {}; }
   void end_loan(std::size_t, bool) override {}
   void tickets_changed(int) override {}
 

@@ -182,7 +182,7 @@ double makespan(Kind kind, const Shape& shape, StageCosts stage) {
 
 /// The same with F and B of a pair one after the other.
 StageCosts in_turn(StageCosts stage) {
-  stage.beside = stage.forward + stage.of_backward();
+  stage.paired = stage.forward + stage.of_backward();
   return stage;
 }
 

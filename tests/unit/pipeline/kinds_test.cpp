@@ -17,7 +17,7 @@ namespace tessera::pipeline::kinds_test {
 namespace {
 
 std::string in_torchs_words(const Slot& slot) {
-  return slot.beside ? to_string(slot) + "OVERLAP_F_B" : to_string(slot);
+  return slot.paired ? to_string(slot) + "OVERLAP_F_B" : to_string(slot);
 }
 
 std::vector<std::vector<std::string>> texts_of(const Schedule& schedule) {

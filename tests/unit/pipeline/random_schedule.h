@@ -118,7 +118,7 @@ class ScheduleDraw {
     std::ranges::copy_if(ready, std::back_inserter(backwards),
                          [](const auto& action) { return action.kind == Kind::kBackward; });
     if (slot.action.kind == Kind::kForward && !backwards.empty() && dice_.chance(beside_percent_)) {
-      slot.beside = dice_.pick(backwards);
+      slot.paired = dice_.pick(backwards);
     }
     slot.each([&](const pipeline::Action& action) {
       Cell& here = cell(action.stage, action.micro_batch);

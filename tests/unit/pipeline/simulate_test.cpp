@@ -17,12 +17,12 @@ namespace tessera::pipeline::simulate_test {
 namespace {
 
 Costs costs_of(int stages, double forward, double input, double weight,
-               std::optional<double> beside = {}) {
+               std::optional<double> paired = {}) {
   StageCosts one;
   one.forward = forward;
   one.input_gradient = input;
   one.weight_gradient = weight;
-  one.beside = beside;
+  one.paired = paired;
   return Costs(static_cast<std::size_t>(stages), one);
 }
 
@@ -149,9 +149,9 @@ TEST(Simulate, CountsWhatExchangesExpose) {
   };
   // A pair computes for 18 without standing: three F and B alone on rank 0, one on rank 1.
   expect_each(2 * 24 + 3 * 18, {18, 6});
-  stage.beside = 20;
+  stage.paired = 20;
   expect_each(2 * 24 + 3 * 20, {18 + 2, 6 + 3 * 2});
-  stage.beside = 16;
+  stage.paired = 16;
   expect_each(2 * 24 + 3 * 16, {18, 6});
 }
 
@@ -257,7 +257,7 @@ Costs random_costs(const Schedule& schedule, testing::Dice& dice) {
            .input_gradient = cost(),
            .weight_gradient = cost(),
            .backward = cost(),
-           .beside = cost(),
+           .paired = cost(),
            .send_forward = cost(),
            .send_backward = cost()};
   }
@@ -293,7 +293,7 @@ TEST(SlotTrace, PartsMakeUpTheWhole) {
   const Schedule dual = make_schedule(Kind::kDualPipeV, {2, 2, 6});
   const Costs measured = costs_from_trace(trace, "t.json", dual);
   EXPECT_DOUBLE_EQ(measured[3].of_backward(), 2.5);
-  EXPECT_DOUBLE_EQ(*measured[0].beside, 1.0 + 2.5);
+  EXPECT_DOUBLE_EQ(*measured[0].paired, 1.0 + 2.5);
   EXPECT_DOUBLE_EQ(measured[3].forward, 4.0);
   EXPECT_NEAR(simulate(dual, measured).makespan, simulate(dual, costs).makespan, 1e-4);
   // The other way round something is missing, and the message says what.

@@ -28,8 +28,8 @@ bool any_of_stage(const std::vector<Step>& steps, std::size_t begin, std::size_t
     bool found = false;
     if (slot != nullptr) {
       slot->each([&](const Action& action) {
-        found = found || (action.stage == stage &&
-                          letters.find(letter_of(action.kind)) != std::string::npos);
+        found = found ||
+                (action.stage == stage && letters.find(op_of(action.kind)) != std::string::npos);
       });
     }
     if (found) return true;

@@ -237,8 +237,8 @@ const std::vector<Mistake>& mistakes() {
       {"an action dropped", Fault::kMissing,
        [](Schedule& schedule, Dice& dice) {
          Slot& slot = any_slot(schedule, dice);
-         if (slot.beside) {
-           slot.beside.reset();
+         if (slot.paired) {
+           slot.paired.reset();
            return true;
          }
          for (auto& slots : schedule.slots) std::erase(slots, slot);
@@ -320,8 +320,8 @@ const std::vector<Mistake>& mistakes() {
       {"two F side by side", Fault::kPair,
        [](Schedule& schedule, Dice& dice) {
          for (Slot& slot : any_list(schedule, dice)) {
-           if (!slot.beside) continue;
-           slot.beside->kind = ActionKind::kForward;
+           if (!slot.paired) continue;
+           slot.paired->kind = ActionKind::kForward;
            return true;
          }
          return false;
@@ -332,8 +332,8 @@ const std::vector<Mistake>& mistakes() {
          for (std::size_t i = 0; i + 1 < slots.size(); ++i) {
            Slot& slot = slots[i];
            const Action backward{ActionKind::kBackward, slot.action.stage, slot.action.micro_batch};
-           if (slot.beside || slots[i + 1] != Slot{backward, {}}) continue;
-           slot.beside = backward;
+           if (slot.paired || slots[i + 1] != Slot{backward, {}}) continue;
+           slot.paired = backward;
            slots.erase(slots.begin() + static_cast<std::ptrdiff_t>(i) + 1);
            return true;
          }

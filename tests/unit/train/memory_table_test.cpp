@@ -83,7 +83,7 @@ struct Found {
   std::int64_t peak_outside = 0;  ///< of libtorch's operations
 };
 
-enum class ValuesOf : std::uint8_t { kRun, kNobody };
+enum class ValuesOf : std::uint8_t { kRun, kNone };
 
 class Rank {
  public:
@@ -142,13 +142,13 @@ class Rank {
     inputs.input_ids = tokens;
     inputs.targets = tokens.clone();
     if (spec_.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
-    const auto beside = [&] { return runtime().pool()->total_bytes(); };
+    const auto paired = [&] { return runtime().pool()->total_bytes(); };
     // A rank that is still in the last exchange of the in-process backend holds what others sent.
     world_.group().barrier("before a forward");
-    const std::int64_t before = counted_.now() - beside();
+    const std::int64_t before = counted_.now() - paired();
     auto output = model_->call(&models::LanguageModel::forward_routed, inputs);
     world_.group().barrier("after a forward");
-    found_.kept = counted_.now() - beside() - before;
+    found_.kept = counted_.now() - paired() - before;
     found_.kept -= static_cast<std::int64_t>(output.result.nbytes());
     for (models::RouterLoad& load : output.loads) {
       found_.kept -= static_cast<std::int64_t>(load.counts.nbytes());
@@ -239,7 +239,7 @@ TEST_P(MemoryTableOfRun, IsWhatIsCounted) {
   for (int rank = 0; rank < world_size; ++rank) {
     const auto world = comm::dry_world(rank, world_size);
     const dry::FakeScope no_values;
-    const Found dry = Rank(c, config, source, *world, InitialWeights::kNone).run(ValuesOf::kNobody);
+    const Found dry = Rank(c, config, source, *world, InitialWeights::kNone).run(ValuesOf::kNone);
     expect_dry(found[static_cast<std::size_t>(rank)], dry, c, source, rank);
     const DryStep step = dry_step(config, source, rank, world_size);
     const RankMemory& memory = found[static_cast<std::size_t>(rank)].memory;

@@ -11,8 +11,8 @@
 
 #include "comm/batch.h"
 #include "comm/buffer_pool.h"
-#include "comm/mail.h"
 #include "comm/ops/device_leases.h"
+#include "comm/p2p.h"
 #include "dry/allocator.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
@@ -92,25 +92,25 @@ class DryWork final : public Work {
   Batch batch_;
 };
 
-class DryCarried final : public Carried {
+class DryPostedOp final : public PostedOp {
  public:
-  using Carried::Carried;
+  using PostedOp::PostedOp;
   Event finish() override { return {}; }
   std::optional<Event> poll() override { return Event(); }
 };
 
-class DryMail final : public Mail {
+class DryP2P final : public P2P {
  public:
-  DryMail(MailPlace place, const DryNotes& notes) : Mail(std::move(place)), notes_(notes) {}
+  DryP2P(P2PPlace place, const DryNotes& notes) : P2P(std::move(place)), notes_(notes) {}
 
  private:
-  std::unique_ptr<Transfer> post(Letter letter) override {
+  std::unique_ptr<Transfer> post(P2POp op) override {
     if (notes_.message) {
-      const at::Tensor& tensor = letter.tensor;
-      notes_.message({to_string(letter.tag), letter.sends(), letter.peer_rank,
+      const at::Tensor& tensor = op.tensor;
+      notes_.message({to_string(op.tag), op.sends(), op.peer_rank,
                       static_cast<std::int64_t>(tensor.nbytes()), tensor.scalar_type()});
     }
-    return std::make_unique<Transfer>(place(), std::make_shared<DryCarried>(std::move(letter)));
+    return std::make_unique<Transfer>(place(), std::make_shared<DryPostedOp>(std::move(op)));
   }
 
   const DryNotes notes_;
@@ -123,13 +123,13 @@ class DryGroup final : public Group {
   int size() const override { return static_cast<int>(place_.ranks.size()); }
   const std::string& name() const override { return place_.name; }
   bool is_dry() const override { return true; }
-  Mail& mail() override {
-    if (!mail_) {
-      mail_ = std::make_unique<DryMail>(
-          MailPlace{place_.ranks, place_.self(), place_.device, place_.abort_flag, host_waits()},
+  P2P& p2p() override {
+    if (!p2p_) {
+      p2p_ = std::make_unique<DryP2P>(
+          P2PPlace{place_.ranks, place_.self(), place_.device, place_.abort_flag, host_waits()},
           notes_);
     }
-    return *mail_;
+    return *p2p_;
   }
 
  private:
@@ -162,7 +162,7 @@ class DryGroup final : public Group {
       if (!leased[i].empty()) sum(batch.ops[i], leased[i]);
     }
     for (auto& of_op : leased) {
-      for (at::Tensor& each : of_op) pool_->give_back(std::move(each));
+      for (at::Tensor& each : of_op) pool_->recycle(std::move(each));
     }
   }
   void sum(const Op& op, const std::vector<at::Tensor>& leased) const {
@@ -177,7 +177,7 @@ class DryGroup final : public Group {
   const DryNotes notes_;
   std::unique_ptr<BufferPool> pool_;  ///< made when an op first needs one
   std::uint64_t sequence_ = 0;
-  std::unique_ptr<Mail> mail_;
+  std::unique_ptr<P2P> p2p_;
 };
 
 class DryConnections final : public Connections {

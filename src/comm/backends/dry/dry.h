@@ -22,7 +22,7 @@ struct DryCollective {
 };
 /// One end of a message, noted as it is posted.
 struct DryMessage {
-  std::string tag;  ///< to_string(MailTag)
+  std::string tag;  ///< to_string(P2PTag)
   bool sends = false;
   int peer = 0;  ///< rank of the world
   std::int64_t bytes = 0;

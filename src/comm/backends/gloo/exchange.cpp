@@ -43,8 +43,8 @@ class Exchange final : public Work, private TransportWait {
     int self() const override { return exchange_.options().self; }
     void receive(int peer, void* to, std::int64_t bytes, int round) override;
     void send(int peer, const void* from, std::int64_t bytes, int round) override;
-    void receive_beside(std::int64_t bytes) override;
-    const void* beside(int peer) override { return place_of(peer); }
+    void receive_addends(std::int64_t bytes) override;
+    const void* addend(int peer) override { return place_of(peer); }
     void take_aside(std::int64_t bytes) override {
       aside_ = exchange_.channel_->take_buffer(bytes);
     }
@@ -59,7 +59,7 @@ class Exchange final : public Work, private TransportWait {
     int rounds() const { return steps->rounds(size()); }
     void post(int round);  ///< any but the first
     void finish_round(int round);
-    void give_back();
+    void recycle();
 
     const std::unique_ptr<Steps> steps;
     std::vector<Transfer> receives;
@@ -69,13 +69,13 @@ class Exchange final : public Work, private TransportWait {
     Transfer posted(Channel::End end, int peer, const void* memory, std::int64_t bytes,
                     int round) const;
     std::byte* place_of(int peer) {
-      return aside(beside_bytes_ * (peer < self() ? peer : peer - 1));
+      return aside(addend_bytes_ * (peer < self() ? peer : peer - 1));
     }
 
     Exchange& exchange_;
     const std::size_t index_;
     at::Tensor aside_;
-    std::int64_t beside_bytes_ = 0;
+    std::int64_t addend_bytes_ = 0;
     void* own_ = nullptr;  // where this rank receives from itself
     std::int64_t own_bytes_ = 0;
   };
@@ -143,9 +143,9 @@ void Exchange::UnderWay::send(int peer, const void* from, std::int64_t bytes, in
   }
 }
 
-void Exchange::UnderWay::receive_beside(std::int64_t bytes) {
+void Exchange::UnderWay::receive_addends(std::int64_t bytes) {
   take_aside(bytes * (size() - 1));
-  beside_bytes_ = bytes;
+  addend_bytes_ = bytes;
   for_others(*this, [&](int peer) { receive(peer, place_of(peer), bytes, 0); });
 }
 
@@ -168,8 +168,8 @@ void Exchange::UnderWay::finish_round(int round) {
   steps->combine(*this, round);
 }
 
-void Exchange::UnderWay::give_back() {
-  if (aside_.defined()) exchange_.channel_->give_back(std::exchange(aside_, {}));
+void Exchange::UnderWay::recycle() {
+  if (aside_.defined()) exchange_.channel_->recycle(std::exchange(aside_, {}));
 }
 
 Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::shared_ptr<const Entry> of,
@@ -186,7 +186,7 @@ Exchange::~Exchange() {
   for (UnderWay& op : under_way_) {
     op.receives.clear();
     op.sends.clear();
-    op.give_back();
+    op.recycle();
   }
 }
 
@@ -237,7 +237,7 @@ void Exchange::wait() {
     throw;
   }
   check_posted();
-  for (UnderWay& op : under_way_) op.give_back();
+  for (UnderWay& op : under_way_) op.recycle();
   batch_.ops.clear();
   options().board->order().done(of_->order);
   done_ = true;

@@ -12,7 +12,7 @@
 #include "base/text/printable.h"
 #include "comm/backends/entry_record.h"
 #include "comm/backends/gloo/exchange.h"
-#include "comm/backends/gloo/gloo_mail.h"
+#include "comm/backends/gloo/gloo_p2p.h"
 #include "comm/batch.h"
 #include "comm/ops/relay.h"
 #include "tessera/error.h"
@@ -163,7 +163,7 @@ std::unique_ptr<Work> PointToPointGroup::start(Batch batch) {
 std::unique_ptr<Work> PointToPointGroup::start_one(Batch batch) {
   channel_->options.abort_flag->check();
   check_batch(batch, size());
-  require_no_mail(mail_.get(), name());
+  require_no_p2p(p2p_.get(), name());
   if (!open_) open();
   const auto entry = channel_->log->record(batch, next_sequence_++);
   connect(batch, *entry);
@@ -171,18 +171,18 @@ std::unique_ptr<Work> PointToPointGroup::start_one(Batch batch) {
   return start_exchange(channel_, std::move(batch), entry, entry->fingerprint);
 }
 
-Mail& PointToPointGroup::mail() { return gloo_mail(); }
+P2P& PointToPointGroup::p2p() { return gloo_p2p(); }
 
-GlooMail& PointToPointGroup::gloo_mail() {
+GlooP2P& PointToPointGroup::gloo_p2p() {
   TESSERA_INVARIANT(!channel_->options.open_pair, "group ", name(),
                     ": found connections that are made for collectives, expected all of them");
-  if (!mail_) {
-    mail_ = std::make_unique<GlooMail>(channel_, [this] {
+  if (!p2p_) {
+    p2p_ = std::make_unique<GlooP2P>(channel_, [this] {
       if (!open_) open();
     });
   }
   if (!open_) open();
-  return *mail_;
+  return *p2p_;
 }
 
 void PointToPointGroup::open() {
@@ -197,7 +197,7 @@ void PointToPointGroup::open() {
 
 void PointToPointGroup::reset(int epoch) {
   open_ = false;
-  if (mail_) mail_->reset();
+  if (p2p_) p2p_->reset();
   for (Line& line : channel_->lines) line.backend.reset();
   channel_->log->clear();
   epoch_ = epoch;

@@ -15,7 +15,7 @@
 
 namespace tessera::comm {
 
-class GlooMail;
+class GlooP2P;
 
 class PointToPointGroup : public Group {
  public:
@@ -26,8 +26,8 @@ class PointToPointGroup : public Group {
   int rank() const override;
   int size() const override;
   const std::string& name() const override;
-  Mail& mail() override;
-  GlooMail& gloo_mail();  ///< the same
+  P2P& p2p() override;
+  GlooP2P& gloo_p2p();  ///< the same
 
   /// After a failure: closes the connections; the next issue() opens new ones. Nothing may be under
   /// way.
@@ -42,7 +42,7 @@ class PointToPointGroup : public Group {
   void compare(const Batch& batch, const std::shared_ptr<const Entry>& entry);
 
   std::shared_ptr<Channel> channel_;
-  std::unique_ptr<GlooMail> mail_;
+  std::unique_ptr<GlooP2P> p2p_;
   int epoch_ = 0;
   bool open_ = false;
   std::uint64_t next_sequence_ = 0;

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "comm/backends/gloo/gloo_mail.h"
+#include "comm/backends/gloo/gloo_p2p.h"
 #include "comm/batch.h"
 #include "comm/host_read.h"
 #include "tessera/error.h"
@@ -58,10 +58,10 @@ class StagedWork final : public Work {
   std::unique_ptr<Work> carried_;  // goes before the memory that it writes; null: waited for
 };
 
-class StagedLetter final : public Carried {
+class StagedOp final : public PostedOp {
  public:
-  StagedLetter(Letter letter, std::unique_ptr<Transfer> twins, at::Tensor twin)
-      : Carried(std::move(letter)), twins_(std::move(twins)), twin_(std::move(twin)) {}
+  StagedOp(P2POp op, std::unique_ptr<Transfer> twins, at::Tensor twin)
+      : PostedOp(std::move(op)), twins_(std::move(twins)), twin_(std::move(twin)) {}
 
   Event finish() override {
     twins_->wait();
@@ -71,16 +71,16 @@ class StagedLetter final : public Carried {
     if (!twins_->done()) return std::nullopt;
     return brought();
   }
-  void let_go(const Stream& stream) override { end_.block(stream, EventSite::kMailEnd); }
+  void let_go(const Stream& stream) override { end_.block(stream, EventSite::kP2PEnd); }
 
  private:
   /// What was received goes to the device.
   Event brought() {
-    if (twin_.defined() && !letter_.sends()) {
-      const StreamScope there(letter_.stream);
+    if (twin_.defined() && !op_.sends()) {
+      const StreamScope there(op_.stream);
       const c10::AutoGradMode no_grad(false);
-      letter_.tensor.copy_(twin_, /*non_blocking=*/true);
-      end_.record(letter_.stream, EventSite::kMailEnd);
+      op_.tensor.copy_(twin_, /*non_blocking=*/true);
+      end_.record(op_.stream, EventSite::kP2PEnd);
     }
     twin_.reset();
     return end_;
@@ -91,28 +91,27 @@ class StagedLetter final : public Carried {
   Event end_;        // of what is launched; none: nothing is
 };
 
-class StagedMail final : public Mail {
+class StagedP2P final : public P2P {
  public:
-  StagedMail(GlooMail& host, MailPlace place) : Mail(std::move(place)), host_(host) {}
+  StagedP2P(GlooP2P& host, P2PPlace place) : P2P(std::move(place)), host_(host) {}
 
  private:
-  std::unique_ptr<Transfer> post(Letter letter) override {
-    letter.posted.block(letter.stream, EventSite::kMailPost);
-    Letter carried{letter.end, letter.tag, letter.peer, letter.peer_rank, {}};
+  std::unique_ptr<Transfer> post(P2POp op) override {
+    op.posted.block(op.stream, EventSite::kP2PPost);
+    P2POp carried{op.end, op.tag, op.peer, op.peer_rank, {}};
     {
-      const StreamScope there(letter.stream);
+      const StreamScope there(op.stream);
       const c10::AutoGradMode no_grad(false);
-      carried.tensor = staged(letter.tensor, letter.sends() ? Values::kKept : Values::kOverwritten);
+      carried.tensor = staged(op.tensor, op.sends() ? Values::kKept : Values::kOverwritten);
     }
-    if (letter.sends()) wait_for_copies(letter.stream, to_string(letter));
+    if (op.sends()) wait_for_copies(op.stream, to_string(op));
     at::Tensor twin = carried.tensor;
     auto twins = host_.post(std::move(carried));
     return std::make_unique<Transfer>(
-        place(),
-        std::make_shared<StagedLetter>(std::move(letter), std::move(twins), std::move(twin)));
+        place(), std::make_shared<StagedOp>(std::move(op), std::move(twins), std::move(twin)));
   }
 
-  GlooMail& host_;
+  GlooP2P& host_;
 };
 
 class StagedGroup final : public Group {
@@ -127,17 +126,17 @@ class StagedGroup final : public Group {
   int size() const override { return host_->size(); }
   const std::string& name() const override { return host_->name(); }
 
-  Mail& mail() override {
-    GlooMail& host = host_->gloo_mail();
-    if (!mail_) {
-      mail_ = std::make_unique<StagedMail>(host, MailPlace{members_, rank(), device_, abort_flag_});
+  P2P& p2p() override {
+    GlooP2P& host = host_->gloo_p2p();
+    if (!p2p_) {
+      p2p_ = std::make_unique<StagedP2P>(host, P2PPlace{members_, rank(), device_, abort_flag_});
     }
-    return *mail_;
+    return *p2p_;
   }
 
  private:
   std::unique_ptr<Work> start(Batch batch) override {
-    require_no_mail(mail_.get(), name());
+    require_no_p2p(p2p_.get(), name());
     check_batch(batch, size(), device_);
     Batch twins = cloned(batch, staged);
     wait_for_copies(stream(), concat(to_string(batch.label.kind), " of ", batch.label.unit));
@@ -150,7 +149,7 @@ class StagedGroup final : public Group {
   const at::Device device_;
   const std::vector<int> members_;
   const std::shared_ptr<AbortFlag> abort_flag_;
-  std::unique_ptr<StagedMail> mail_;
+  std::unique_ptr<StagedP2P> p2p_;
 };
 
 }  // namespace

@@ -118,9 +118,9 @@ at::Tensor Channel::take_buffer(std::int64_t bytes) {
   return taken.defined() ? taken : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
 }
 
-void Channel::give_back(at::Tensor buffer) {
+void Channel::recycle(at::Tensor buffer) {
   const base::Lock lock(mutex_);
-  free_buffers_.give_back({std::move(buffer)});
+  free_buffers_.recycle({std::move(buffer)});
 }
 
 std::optional<PeerWait> TransportWait::waits_for() const {

@@ -1,7 +1,7 @@
 // Transport over Gloo: sends and receives of a tag to a peer, waits for them with a deadline, and
 // whom an error blames.
 //
-// Its clients are collectives (exchange.h), messages (gloo_mail.h) and what connects their ranks
+// Its clients are collectives (exchange.h), messages (gloo_p2p.h) and what connects their ranks
 // (point_to_point.cpp): each names its wait; posts, deadlines and blame are the same for all. Next:
 // point_to_point.h.
 #pragma once
@@ -83,7 +83,7 @@ class Channel {
   Posted post(End end, int peer, const at::Tensor& memory, int tag) const;
 
   at::Tensor take_buffer(std::int64_t bytes);  ///< at least that many; contents undefined
-  void give_back(at::Tensor buffer);
+  void recycle(at::Tensor buffer);
 
   const ChannelOptions options;
   const std::shared_ptr<FlightRecorder> log;

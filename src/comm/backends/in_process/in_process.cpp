@@ -34,7 +34,7 @@ struct Rendezvous::Collective {
   const std::vector<Batch>& sent() const { return staged.empty() ? batches : staged; }
   /// The stream comes behind the collective of a member that lets go of it. Others may hold it for
   /// longer: not that member's memory with it, which is free behind this point of the stream.
-  void come_behind(std::size_t member, const Stream& stream) {
+  void order_after(std::size_t member, const Stream& stream) {
     ends[member].block(stream, EventSite::kWorkEnd);
     batches[member].ops.clear();
   }
@@ -168,7 +168,7 @@ class InProcessWork : public Work {
       const base::Lock lock(shared_->mutex);
       const Stream here = Stream::current(collective_->streams[self_].device());
       if (collective_->done) {
-        collective_->come_behind(self_, here);
+        collective_->order_after(self_, here);
       } else {
         collective_->left_by[self_] = here;
       }
@@ -225,7 +225,7 @@ class InProcessWork : public Work {
           {[log = on_device_->log, entry = on_device_->entry] { return log->wait_for(*entry); }},
           collective_->ends[self_]);
     }
-    collective_->come_behind(self_, Stream::current(stream.device()));
+    collective_->order_after(self_, Stream::current(stream.device()));
   }
 
   std::string missing(std::chrono::milliseconds patience) const {
@@ -263,19 +263,19 @@ class InProcessGroup : public Group {
   int size() const override { return static_cast<int>(shared_->members.size()); }
   const std::string& name() const override { return shared_->name; }
 
-  Mail& mail() override {
-    if (!mail_) {
-      mail_ = open_mailbox(shared_->mailbox,
-                           {shared_->members, self_, device_, abort_flag_, host_waits()},
-                           rendezvous_.timeout_);
+  P2P& p2p() override {
+    if (!p2p_) {
+      p2p_ = open_mailbox(shared_->mailbox,
+                          {shared_->members, self_, device_, abort_flag_, host_waits()},
+                          rendezvous_.timeout_);
     }
-    return *mail_;
+    return *p2p_;
   }
 
  private:
   std::unique_ptr<Work> start(Batch batch) override {
     abort_flag_->check();
-    require_no_mail(mail_.get(), name());
+    require_no_p2p(p2p_.get(), name());
     check_batch(batch, size(), device_);
     if (const auto hook = test_hooks::before_issue.get()) {
       (*hook)(shared_->members[static_cast<std::size_t>(self_)], batch);
@@ -334,7 +334,7 @@ class InProcessGroup : public Group {
     collective.failure = std::move(failure);
     collective.done = true;
     for (std::size_t i = 0; i < collective.left_by.size(); ++i) {
-      if (collective.left_by[i]) collective.come_behind(i, collective.left_by[i]);
+      if (collective.left_by[i]) collective.order_after(i, collective.left_by[i]);
     }
     shared_->changed.notify_all();
   }
@@ -348,7 +348,7 @@ class InProcessGroup : public Group {
   std::uint64_t logged_ = 0;
   std::uint64_t generation_ = 0;
   std::uint64_t next_sequence_ = 0;
-  std::unique_ptr<Mail> mail_;
+  std::unique_ptr<P2P> p2p_;
 };
 
 std::shared_ptr<Rendezvous::SharedGroup> Rendezvous::shared(const std::string& name,

@@ -21,7 +21,7 @@ struct Mailbox::Message {
   const std::uint64_t generation;
   /// As it was posted, and on a device what it comes to.
   struct End {
-    Letter letter;
+    P2POp op;
     Event through = {};   // behind which it is
     Stream left_by = {};  // of who has let go of it before that
   };
@@ -33,24 +33,24 @@ struct Mailbox::Message {
   std::chrono::steady_clock::time_point arrives;
   std::string failure;
 
-  std::optional<End>& end_of(const Letter& letter) { return letter.sends() ? sent : received; }
+  std::optional<End>& end_of(const P2POp& op) { return op.sends() ? sent : received; }
 };
 
 namespace {
 
-/// On a device: on the letter's stream, where it is to be freed, too.
-at::Tensor buffered_copy(const Letter& letter) {
-  letter.posted.block(letter.stream, EventSite::kMailPost);
-  const StreamScope there(letter.stream);
+/// On a device: on the op's stream, where it is to be freed, too.
+at::Tensor buffered_copy(const P2POp& op) {
+  op.posted.block(op.stream, EventSite::kP2PPost);
+  const StreamScope there(op.stream);
   const c10::AutoGradMode no_grad(false);
-  return letter.tensor.clone();
+  return op.tensor.clone();
 }
 
 /// On the receiver's stream, between two devices on the sender's, too.
-Event launch_copy(const Letter& sent, const Letter& received) {
+Event launch_copy(const P2POp& sent, const P2POp& received) {
   const std::array streams{received.stream, sent.stream};
   for (const Stream& stream : streams) {
-    for (const Letter* end : {&sent, &received}) end->posted.block(stream, EventSite::kMailPost);
+    for (const P2POp* end : {&sent, &received}) end->posted.block(stream, EventSite::kP2PPost);
   }
   {
     const StreamsScope here(streams);
@@ -58,7 +58,7 @@ Event launch_copy(const Letter& sent, const Letter& received) {
     received.tensor.copy_(sent.tensor, /*non_blocking=*/true);
   }
   Event end;
-  end.record(received.stream, EventSite::kMailEnd);
+  end.record(received.stream, EventSite::kP2PEnd);
   return end;
 }
 
@@ -76,22 +76,22 @@ void Mailbox::reset() {
   changed_.notify_all();
 }
 
-std::shared_ptr<Mailbox::Message> Mailbox::post(const Key& key, Letter letter) {
+std::shared_ptr<Mailbox::Message> Mailbox::post(const Key& key, P2POp op) {
   const auto buffers = test_hooks::buffered_messages.get();
   const base::Lock lock(mutex_);
   auto& half = half_posted_[key];
   if (!half) half = std::make_shared<Message>(key, generation_);
   const auto message = half;
-  auto& end = message->end_of(letter);
-  TESSERA_INVARIANT(!end, to_string(letter), ": found it posted already, expected a new tag");
+  auto& end = message->end_of(op);
+  TESSERA_INVARIANT(!end, to_string(op), ": found it posted already, expected a new tag");
   Event through;
-  if (letter.sends() && buffers && (*buffers)()) {
+  if (op.sends() && buffers && (*buffers)()) {
     message->buffered = true;
-    letter.tensor = buffered_copy(letter);
-    letter.posted.record(letter.stream, EventSite::kMailPost);
-    through.record(letter.stream, EventSite::kMailEnd);
+    op.tensor = buffered_copy(op);
+    op.posted.record(op.stream, EventSite::kP2PPost);
+    through.record(op.stream, EventSite::kP2PEnd);
   }
-  end = {std::move(letter), std::move(through)};
+  end = {std::move(op), std::move(through)};
   if (message->sent && message->received) {
     half_posted_.erase(key);
     match(*message);
@@ -105,8 +105,8 @@ void Mailbox::match(Message& message) {
   message.arrives = std::chrono::steady_clock::now();
   const auto delay = test_hooks::message_delay.get();
   if (delay) message.arrives += (*delay)(key.tag);
-  const Letter& sent = message.sent->letter;
-  const Letter& received = message.received->letter;
+  const P2POp& sent = message.sent->op;
+  const P2POp& received = message.received->op;
   const at::Tensor& from = sent.tensor;
   const at::Tensor& to = received.tensor;
   if (from.sizes() != to.sizes() || from.scalar_type() != to.scalar_type()) {
@@ -119,17 +119,17 @@ void Mailbox::match(Message& message) {
   changed_.notify_all();
 }
 
-bool Mailbox::is_through(Message& message, const Letter& letter) {
+bool Mailbox::is_through(Message& message, const P2POp& op) {
   if (message.delivered) return true;
-  if (message.generation != generation_) throw lost_in_recovery(letter);
+  if (message.generation != generation_) throw lost_in_recovery(op);
   if (!message.failure.empty()) throw Error(ErrorKind::kComm, message.failure);
-  if (letter.sends() && message.buffered) return true;
+  if (op.sends() && message.buffered) return true;
   if (!message.matched || std::chrono::steady_clock::now() < message.arrives) return false;
   deliver(message);
   message.delivered = true;
   // Each end may hold the message for long: not the other's memory with it.
-  message.sent->letter.tensor.reset();
-  message.received->letter.tensor.reset();
+  message.sent->op.tensor.reset();
+  message.received->op.tensor.reset();
   changed_.notify_all();
   return true;
 }
@@ -137,63 +137,63 @@ bool Mailbox::is_through(Message& message, const Letter& letter) {
 void Mailbox::deliver(Message& message) {
   Message::End& sent = *message.sent;
   Message::End& received = *message.received;
-  const at::Tensor& from = sent.letter.tensor;
-  if (!received.letter.stream) {
+  const at::Tensor& from = sent.op.tensor;
+  if (!received.op.stream) {
     if (from.nbytes() == 0) return;
-    std::memcpy(received.letter.tensor.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+    std::memcpy(received.op.tensor.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
     return;
   }
-  received.through = launch_copy(sent.letter, received.letter);
+  received.through = launch_copy(sent.op, received.op);
   if (message.buffered) {
-    received.through.block(sent.letter.stream, EventSite::kMailEnd);
+    received.through.block(sent.op.stream, EventSite::kP2PEnd);
   } else {
     sent.through = received.through;
   }
   for (const Message::End* end : {&sent, &received}) {
-    end->through.block(end->left_by, EventSite::kMailEnd);
+    end->through.block(end->left_by, EventSite::kP2PEnd);
   }
 }
 
-void Mailbox::let_go(Message& message, const Letter& letter, const Stream& stream) {
+void Mailbox::let_go(Message& message, const P2POp& op, const Stream& stream) {
   const base::Lock lock(mutex_);
-  Message::End& end = *message.end_of(letter);
-  end.through.block(stream, EventSite::kMailEnd);
+  Message::End& end = *message.end_of(op);
+  end.through.block(stream, EventSite::kP2PEnd);
   if (!message.delivered) end.left_by = stream;
 }
 
-std::string Mailbox::others_than(const Message& message, const Letter& letter) const {
+std::string Mailbox::others_than(const Message& message, const P2POp& op) const {
   constexpr int kNamed = 4;
   std::string text;
   int named = 0;
   for (const auto& [key, half] : half_posted_) {
-    const auto& other = letter.sends() ? half->received : half->sent;
+    const auto& other = op.sends() ? half->received : half->sent;
     const bool same_way = key.sender == message.key.sender && key.receiver == message.key.receiver;
     if (!same_way || !other || ++named > kNamed) continue;
-    text += concat(text.empty() ? "; it has posted " : " and ", to_string(other->letter));
+    text += concat(text.empty() ? "; it has posted " : " and ", to_string(other->op));
   }
   return named > kNamed ? concat(text, " and ", named - kNamed, " more") : text;
 }
 
-Event Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
+Event Mailbox::wait_for(Message& message, const P2POp& op, std::chrono::milliseconds timeout,
                         const AbortFlag& abort_flag) {
   using Clock = std::chrono::steady_clock;
   const auto patience = abort_flag.patience.of(timeout);
   const auto deadline = Clock::now() + patience;
   base::Lock lock(mutex_);
   base::InterruptTimer timer;
-  while (!is_through(message, letter)) {
+  while (!is_through(message, op)) {
     if (base::may_ask_interrupt()) {
       lock.unlock();
       abort_flag.ask_interrupt(timer);
       lock.lock();
-      if (is_through(message, letter)) break;
+      if (is_through(message, op)) break;
     }
-    if (abort_flag.is_set()) abort_flag.raise(to_string(letter));
+    if (abort_flag.is_set()) abort_flag.raise(to_string(op));
     const auto now = Clock::now();
     const bool on_its_way = message.matched;
     if (!on_its_way && now >= deadline) {
-      throw LostRank(concat(waited_in_vain(letter, patience, letter.peer_rank, abort_flag.patience),
-                            others_than(message, letter)));
+      throw LostRank(concat(waited_in_vain(op, patience, op.peer_rank, abort_flag.patience),
+                            others_than(message, op)));
     }
     const auto left = (on_its_way ? message.arrives : deadline) - now;
     const auto next_question = Clock::duration(base::kAsksEvery);
@@ -203,32 +203,30 @@ Event Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mil
                                message.matched != on_its_way || message.generation != generation_;
                       });
   }
-  return message.end_of(letter)->through;
+  return message.end_of(op)->through;
 }
 
-std::optional<Event> Mailbox::poll(Message& message, const Letter& letter,
-                                   const AbortFlag& abort_flag) {
+std::optional<Event> Mailbox::poll(Message& message, const P2POp& op, const AbortFlag& abort_flag) {
   const base::Lock lock(mutex_);
-  if (is_through(message, letter)) return message.end_of(letter)->through;
-  if (abort_flag.is_set()) abort_flag.raise(to_string(letter));
+  if (is_through(message, op)) return message.end_of(op)->through;
+  if (abort_flag.is_set()) abort_flag.raise(to_string(op));
   return std::nullopt;
 }
 
 /// One end of a message in the mailbox.
-class MailboxEnd final : public Carried {
+class MailboxEnd final : public PostedOp {
  public:
-  MailboxEnd(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Mailbox::Message> message,
-             Letter letter, std::chrono::milliseconds timeout,
-             std::shared_ptr<AbortFlag> abort_flag)
-      : Carried(std::move(letter)),
+  MailboxEnd(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Mailbox::Message> message, P2POp op,
+             std::chrono::milliseconds timeout, std::shared_ptr<AbortFlag> abort_flag)
+      : PostedOp(std::move(op)),
         mailbox_(std::move(mailbox)),
         message_(std::move(message)),
         timeout_(timeout),
         abort_flag_(std::move(abort_flag)) {}
 
-  Event finish() override { return mailbox_->wait_for(*message_, letter_, timeout_, *abort_flag_); }
-  std::optional<Event> poll() override { return mailbox_->poll(*message_, letter_, *abort_flag_); }
-  void let_go(const Stream& stream) override { mailbox_->let_go(*message_, letter_, stream); }
+  Event finish() override { return mailbox_->wait_for(*message_, op_, timeout_, *abort_flag_); }
+  std::optional<Event> poll() override { return mailbox_->poll(*message_, op_, *abort_flag_); }
+  void let_go(const Stream& stream) override { mailbox_->let_go(*message_, op_, stream); }
 
  private:
   const std::shared_ptr<Mailbox> mailbox_;
@@ -237,30 +235,29 @@ class MailboxEnd final : public Carried {
   const std::shared_ptr<AbortFlag> abort_flag_;
 };
 
-class InProcessMail final : public Mail {
+class InProcessP2P final : public P2P {
  public:
-  InProcessMail(std::shared_ptr<Mailbox> mailbox, MailPlace place,
-                std::chrono::milliseconds timeout)
-      : Mail(std::move(place)), mailbox_(std::move(mailbox)), timeout_(timeout) {}
+  InProcessP2P(std::shared_ptr<Mailbox> mailbox, P2PPlace place, std::chrono::milliseconds timeout)
+      : P2P(std::move(place)), mailbox_(std::move(mailbox)), timeout_(timeout) {}
 
  private:
-  std::unique_ptr<Transfer> post(Letter letter) override {
+  std::unique_ptr<Transfer> post(P2POp op) override {
     const int self = place().members[static_cast<std::size_t>(rank())];
-    const Mailbox::Key key{letter.sends() ? self : letter.peer_rank,
-                           letter.sends() ? letter.peer_rank : self, letter.tag};
-    auto message = mailbox_->post(key, letter);
+    const Mailbox::Key key{op.sends() ? self : op.peer_rank, op.sends() ? op.peer_rank : self,
+                           op.tag};
+    auto message = mailbox_->post(key, op);
     return std::make_unique<Transfer>(
-        place(), std::make_shared<MailboxEnd>(mailbox_, std::move(message), std::move(letter),
-                                              timeout_, place().abort_flag));
+        place(), std::make_shared<MailboxEnd>(mailbox_, std::move(message), std::move(op), timeout_,
+                                              place().abort_flag));
   }
 
   const std::shared_ptr<Mailbox> mailbox_;
   const std::chrono::milliseconds timeout_;
 };
 
-std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, MailPlace place,
-                                   std::chrono::milliseconds timeout) {
-  return std::make_unique<InProcessMail>(std::move(mailbox), std::move(place), timeout);
+std::unique_ptr<P2P> open_mailbox(std::shared_ptr<Mailbox> mailbox, P2PPlace place,
+                                  std::chrono::milliseconds timeout) {
+  return std::make_unique<InProcessP2P>(std::move(mailbox), std::move(place), timeout);
 }
 
 }  // namespace tessera::comm

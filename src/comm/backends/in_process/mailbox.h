@@ -15,7 +15,7 @@
 #include <string>
 
 #include "base/mutex.h"
-#include "comm/mail.h"
+#include "comm/p2p.h"
 #include "launch/abort_flag.h"
 
 namespace tessera::comm {
@@ -25,38 +25,37 @@ class Mailbox {
  public:
   /// Ends all waits (after every rank's AbortFlag was marked).
   void wake_all();
-  /// Messages under way are lost: their tensors are not touched any more.
+  /// Messages under way are lost: their tensors are not accessed any more.
   void reset();
 
  private:
   friend class MailboxEnd;
-  friend class InProcessMail;
+  friend class InProcessP2P;
 
   /// Sender and receiver (of the world), and which of their messages.
   struct Key {
     int sender;
     int receiver;
-    MailTag tag;
+    P2PTag tag;
     auto operator<=>(const Key&) const = default;
   };
   struct Message;
 
-  std::shared_ptr<Message> post(const Key& key, Letter letter);
+  std::shared_ptr<Message> post(const Key& key, P2POp op);
   void match(Message& message) TESSERA_REQUIRES(mutex_);
-  /// Whether it is through for the end of `letter`; delivers it when its time has come. On a device:
+  /// Whether it is through for the end of `op`; delivers it when its time has come. On a device:
   /// whether that is launched, up to the end's event.
-  bool is_through(Message& message, const Letter& letter) TESSERA_REQUIRES(mutex_);
+  bool is_through(Message& message, const P2POp& op) TESSERA_REQUIRES(mutex_);
   void deliver(Message& message) TESSERA_REQUIRES(mutex_);
-  /// Both return the event behind which the end of `letter` is through; poll() none: it is not yet.
-  Event wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
+  /// Both return the event behind which the end of `op` is through; poll() none: it is not yet.
+  Event wait_for(Message& message, const P2POp& op, std::chrono::milliseconds timeout,
                  const AbortFlag& abort_flag);
-  std::optional<Event> poll(Message& message, const Letter& letter, const AbortFlag& abort_flag);
+  std::optional<Event> poll(Message& message, const P2POp& op, const AbortFlag& abort_flag);
   /// Nobody will wait for this end any more: `stream`, its caller's, comes behind the message all the
   /// same, at once or as soon as it is launched, before the message lets go of the tensor.
-  void let_go(Message& message, const Letter& letter, const Stream& stream);
+  void let_go(Message& message, const P2POp& op, const Stream& stream);
   /// "; it has posted ...": what the other end of `message` waits with in its place.
-  std::string others_than(const Message& message, const Letter& letter) const
-      TESSERA_REQUIRES(mutex_);
+  std::string others_than(const Message& message, const P2POp& op) const TESSERA_REQUIRES(mutex_);
 
   mutable base::Mutex mutex_;
   base::Condition changed_;
@@ -64,7 +63,7 @@ class Mailbox {
   std::uint64_t generation_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
-std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, MailPlace place,
-                                   std::chrono::milliseconds timeout);
+std::unique_ptr<P2P> open_mailbox(std::shared_ptr<Mailbox> mailbox, P2PPlace place,
+                                  std::chrono::milliseconds timeout);
 
 }  // namespace tessera::comm

@@ -58,10 +58,10 @@ class SharedRank final : public Transfers {
     message.from = from;
     message.sent = bytes;
   }
-  void receive_beside(std::int64_t bytes) override {
+  void receive_addends(std::int64_t bytes) override {
     for_others(*this, [&](int peer) { receive(peer, nullptr, bytes, 0); });
   }
-  const void* beside(int peer) override { return messages_[{0, peer, self_}].from; }
+  const void* addend(int peer) override { return messages_[{0, peer, self_}].from; }
   void take_aside(std::int64_t bytes) override { aside_ = own_memory(bytes); }
   std::byte* aside(std::int64_t offset) override { return aside_.get() + offset; }
   /// Keeps a copy of what later ranks have yet to read in place.

@@ -15,7 +15,7 @@
 #include "comm/backends/gloo/gloo.h"
 #include "comm/backends/nccl/nccl_backends.h"
 #include "comm/backends/nccl/nccl_device.h"
-#include "comm/backends/nccl/nccl_mail.h"
+#include "comm/backends/nccl/nccl_p2p.h"
 #include "comm/batch.h"
 #include "comm/buffer_pool.h"
 #include "comm/device.h"
@@ -50,7 +50,7 @@ class NcclWork final : public Work {
   ~NcclWork() override {
     if (done_) return;
     try {
-      come_behind();
+      order_after();
     } catch (...) {
       // An error is under way already: it was not waited for.
     }
@@ -60,13 +60,13 @@ class NcclWork final : public Work {
   void wait() override {
     if (done_) return;
     launched_.abort_flag->check();
-    come_behind();
+    order_after();
     launched_.batch.ops.clear();
     done_ = true;
   }
 
  private:
-  void come_behind() const {
+  void order_after() const {
     launched_.end.block(Stream::current(launched_.device), EventSite::kWorkEnd);
   }
 
@@ -111,7 +111,7 @@ class Launch {
   Event end() {
     Event end;
     end.record(Stream::current(device_), EventSite::kWorkEnd);
-    for (at::Tensor& lease : leases_) pool_->give_back(std::move(lease), end);
+    for (at::Tensor& lease : leases_) pool_->recycle(std::move(lease), end);
     leases_.clear();
     return end;
   }
@@ -251,14 +251,14 @@ class NcclGroup final : public Group {
   int size() const override { return static_cast<int>(place_.channel.members.size()); }
   const std::string& name() const override { return place_.channel.name; }
 
-  Mail& mail() override {
-    if (!mail_) mail_ = open_nccl_mail(place_, host_waits());
-    return *mail_;
+  P2P& p2p() override {
+    if (!p2p_) p2p_ = open_nccl_p2p(place_, host_waits());
+    return *p2p_;
   }
 
  private:
   std::unique_ptr<Work> start(Batch batch) override {
-    require_no_mail(mail_.get(), name());
+    require_no_p2p(p2p_.get(), name());
     TESSERA_INVARIANT(backend_, "group ", name(), ": found a collective, expected messages alone");
     place_.channel.abort_flag->check();
     check_batch(batch, size(), place_.device);
@@ -299,7 +299,7 @@ class NcclGroup final : public Group {
   const NcclBackend backend_;
   std::unique_ptr<BufferPool> pool_;
   std::uint64_t next_sequence_ = 0;
-  std::unique_ptr<Mail> mail_;
+  std::unique_ptr<P2P> p2p_;
 };
 
 class NcclConnections final : public Connections {
@@ -319,7 +319,7 @@ class NcclConnections final : public Connections {
     NcclPlace here{channel_options(place),
                    place.store->for_group(concat("nccl/", place.name), place.abort_flag),
                    place.device, place.options.init_timeout, made_};
-    // Messages have communicators of their own (nccl_mail.h).
+    // Messages have communicators of their own (nccl_p2p.h).
     if (purpose_of(place.name) == kMessages) {
       return std::make_shared<NcclGroup>(std::move(here), NcclBackend(), nullptr);
     }

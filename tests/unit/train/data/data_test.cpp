@@ -31,7 +31,7 @@ TEST(TokenBatches, TargetsAreTheNextTokensOfTheSameRow) {
   EXPECT_EQ(batches->rows_in_step(), 4);
   EXPECT_EQ(batches->row_tokens(), 4);
   const MicroBatch batch = batches->load(1, {0, 4});
-  EXPECT_EQ(batch.kept_labels(), 16);
+  EXPECT_EQ(batch.unmasked_targets(), 16);
   EXPECT_EQ(values(batch.targets), values(batch.input_ids + 1));
   Ids firsts = values(batch.input_ids.select(1, 0));
   std::sort(firsts.begin(), firsts.end());
@@ -55,7 +55,7 @@ TEST(TokenBatches, AnEmptyRangeGivesNoRowsOfTheRightWidth) {
   const MicroBatch batch = open_batches(request)->load(1, {1, 1});
   EXPECT_EQ(batch.input_ids.sizes(), (at::IntArrayRef{0, 9}));
   EXPECT_EQ(batch.targets.sizes(), (at::IntArrayRef{0, 9}));
-  EXPECT_EQ(batch.kept_labels(), 0);
+  EXPECT_EQ(batch.unmasked_targets(), 0);
 }
 
 TEST(TokenBatches, MaskedTokensAreNoTargets) {
@@ -116,7 +116,7 @@ TEST(TokenBatches, RowsOfDocumentsHoldThemWholeAndApart) {
     EXPECT_EQ(values(batch.fillers.value()[row].to(at::kLong)),
               is_last ? (Ids{0, 0, 1, 1}) : Ids(4, 0));
   }
-  EXPECT_THAT(open_batches(request)->in_words().at(0),
+  EXPECT_THAT(open_batches(request)->as_text().at(0),
               Says("3 documents in 3 rows of 5 tokens, 1 longer than a row and cut, 20% of"));
 }
 
@@ -127,7 +127,7 @@ TEST(TokenBatches, DocumentsArePackedByDefaultWhereAMaskAndBordersAre) {
   EXPECT_FALSE(packs());
   folder.write("t.mask.bin", std::string(10, '\1'));
   EXPECT_FALSE(packs());
-  EXPECT_THAT(open_batches(request)->in_words().at(0), Says("t.docs.bin' is not there"));
+  EXPECT_THAT(open_batches(request)->as_text().at(0), Says("t.docs.bin' is not there"));
   folder.write("t.docs.bin", ends_of({4, 10}));
   EXPECT_TRUE(packs());
   request.packing = Packing::kStream;
@@ -143,15 +143,15 @@ TEST(TokenBatches, WhatKeepsDocumentsFromBeingPackedIsNamed) {
   request.path.push_back(folder.write("page.txt", "a page").string());
   folder.write("t.mask.bin", std::string(10, '\1'));
   folder.write("t.docs.bin", ends_of({4, 10}));
-  EXPECT_THAT(open_batches(request)->in_words().at(0), Says("page.txt' is text"));
+  EXPECT_THAT(open_batches(request)->as_text().at(0), Says("page.txt' is text"));
   std::filesystem::remove(folder / "t.docs.bin");
   request.packing = Packing::kDocuments;
   EXPECT_REFUSED(kFormat, open_batches(request), "data.packing = documents: found no");
   request.packing_is_a_must = false;  // of a validation
   const auto rows = open_batches(request);
   EXPECT_FALSE(rows->load(1, {0, 1}).documents.are_packed());
-  EXPECT_THAT(rows->in_words().at(0), Says("out of one stream in"));
-  EXPECT_THAT(rows->in_words().at(0), Says("t.docs.bin' is not there"));
+  EXPECT_THAT(rows->as_text().at(0), Says("out of one stream in"));
+  EXPECT_THAT(rows->as_text().at(0), Says("t.docs.bin' is not there"));
   folder.write("t.docs.bin", ends_of({4, 10}));
   EXPECT_TRUE(open_batches(request)->load(1, {0, 1}).documents.are_packed());
 }
@@ -270,8 +270,8 @@ TEST(TokenBatches, ARunNeedsOneStepWithATarget) {
   request.training.global_batch_size = 1;
   const auto batches = open_batches(request);
   // One epoch: a step has the one row, the next the other.
-  const bool first = batches->load(1, {0, 1}).kept_labels() > 0;
-  EXPECT_NE(first, batches->load(2, {0, 1}).kept_labels() > 0);
+  const bool first = batches->load(1, {0, 1}).unmasked_targets() > 0;
+  EXPECT_NE(first, batches->load(2, {0, 1}).unmasked_targets() > 0);
   EXPECT_NO_THROW(batches->check_labels(2));
   if (first) {
     EXPECT_NO_THROW(batches->check_labels(1));
@@ -415,7 +415,7 @@ TEST(TokenBatches, SeveralSourcesAreMixedByWeight) {
                      static_cast<double>(from_b) / static_cast<double>(64 * step));
   }
   EXPECT_EQ(from_b, 128) << "512 rows are two whole blocks";
-  EXPECT_THAT(batches->in_words()[1], Says("source 2: 25% of the rows out of 10"));
+  EXPECT_THAT(batches->as_text()[1], Says("source 2: 25% of the rows out of 10"));
 }
 
 TEST(TokenBatches, EachSourceHasEpochsOfItsOwn) {

@@ -74,7 +74,8 @@ TEST(ReplayedBatches, TheFirstColumnOfLabelsMayHoldAnything) {
   const TemporaryFolder folder;
   write_ids(folder / "b.safetensors",
             {{"input_ids", {{1, 3}, {1, 2, 3}}}, {"labels", {{1, 3}, {1 << 30, 2, 3}}}});
-  EXPECT_EQ(open_batches(request_for(folder / "b.safetensors"))->load(1, {0, 1}).kept_labels(), 2);
+  EXPECT_EQ(open_batches(request_for(folder / "b.safetensors"))->load(1, {0, 1}).unmasked_targets(),
+            2);
 }
 
 TEST(ReplayedBatches, RowsOfABatchAreLoadedByRange) {
@@ -175,7 +176,7 @@ TEST(ReplayedBatches, ARunNeedsOneStepWithALabel) {
             {{"input_ids", {{2, 1, 2}, {1, 2, 3, 4}}}, {"labels", {{2, 1, 2}, {7, -100, 7, 1}}}});
   const auto batches = open_batches(request_for(folder / "b.safetensors"));
   EXPECT_EQ(batches->rows_in_pass(), 2);
-  EXPECT_EQ(batches->load(1, {0, 1}).kept_labels(), 0);
+  EXPECT_EQ(batches->load(1, {0, 1}).unmasked_targets(), 0);
   EXPECT_NO_THROW(batches->check_labels(2));
   EXPECT_NO_THROW(batches->check_labels(5));
   EXPECT_REFUSED(kFormat, batches->check_labels(1), "no kept label in labels of steps 1 to 1");

@@ -1,4 +1,4 @@
-#include "comm/backends/gloo/gloo_mail.h"
+#include "comm/backends/gloo/gloo_p2p.h"
 
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ namespace {
 // Gloo takes its own timeout, and closes its connections at the end of it, where it is given none.
 constexpr std::chrono::hours kNoEnd{24 * 365};
 
-std::uint64_t message_key(const MailTag& tag, int sender) {
+std::uint64_t message_key(const P2PTag& tag, int sender) {
   return Hasher()
       .add(tag.step)
       .add(static_cast<std::uint64_t>(tag.direction))
@@ -45,8 +45,8 @@ std::uint64_t fingerprint_of(std::uint64_t key, const at::Tensor& tensor) {
 }
 
 /// As the rank's order log has it (other_end): the same in every step.
-std::uint64_t what_of(const Letter& letter) {
-  const MailTag& tag = letter.tag;
+std::uint64_t what_of(const P2POp& op) {
+  const P2PTag& tag = op.tag;
   const std::uint64_t both = Hasher()
                                  .add(std::string_view("message"))
                                  .add(static_cast<std::uint64_t>(tag.direction))
@@ -54,21 +54,21 @@ std::uint64_t what_of(const Letter& letter) {
                                  .add(std::int64_t{tag.micro_batch})
                                  .add(std::int64_t{tag.index})
                                  .digest();
-  return (both & ~std::uint64_t{1}) | (letter.sends() ? 1U : 0U);
+  return (both & ~std::uint64_t{1}) | (op.sends() ? 1U : 0U);
 }
 
-/// Describes a letter without its tensor.
-class LetterIssue final : public Issue {
+/// Describes a op without its tensor.
+class P2PIssue final : public Issue {
  public:
-  explicit LetterIssue(const Letter& letter) : tag_(letter.tag), sends_(letter.sends()) {}
+  explicit P2PIssue(const P2POp& op) : tag_(op.tag), sends_(op.sends()) {}
   IssueWords words() const override {
-    const bool is_forward = tag_.direction == MailTag::Direction::kForward;
+    const bool is_forward = tag_.direction == P2PTag::Direction::kForward;
     return {concat(sends_ ? "send of " : "receive of ", is_forward ? "activations" : "gradients"),
             concat("stage ", tag_.stage), static_cast<std::uint32_t>(tag_.micro_batch)};
   }
 
  private:
-  const MailTag tag_;
+  const P2PTag tag_;
   const bool sends_;
 };
 
@@ -76,25 +76,25 @@ class LetterIssue final : public Issue {
 
 /// What this rank has under way to and from one other: for the failure watch, which compares both
 /// ends. Written at every message, so no text is made. Threads: any.
-class MailLog final : public Recorded {
+class P2PLog final : public Recorded {
  public:
   /// `name` is the same at both ends.
-  explicit MailLog(std::string name) : name_(std::move(name)), hash_(hash_bytes(name_)) {}
+  explicit P2PLog(std::string name) : name_(std::move(name)), hash_(hash_bytes(name_)) {}
 
   /// Errors: kInternal where this tag is under way already.
-  void post(const Letter& letter, std::uint64_t key, std::uint64_t fingerprint) {
+  void post(const P2POp& op, std::uint64_t key, std::uint64_t fingerprint) {
     const base::Lock lock(mutex_);
     const bool twice = std::any_of(under_way_.begin(), under_way_.end(),
                                    [&](const Posted& one) { return one.key == key; });
-    TESSERA_INVARIANT(!twice, to_string(letter),
+    TESSERA_INVARIANT(!twice, to_string(op),
                       ": found it posted and not through, expected another tag");
     Posted& one = under_way_.emplace_back();
     one.key = key;
     one.fingerprint = fingerprint;
-    one.letter = letter;
-    one.letter.tensor = at::Tensor();  // it may be freed before its entry
-    one.sizes.assign(letter.tensor.sizes().begin(), letter.tensor.sizes().end());
-    one.dtype = letter.tensor.scalar_type();
+    one.op = op;
+    one.op.tensor = at::Tensor();  // it may be freed before its entry
+    one.sizes.assign(op.tensor.sizes().begin(), op.tensor.sizes().end());
+    one.dtype = op.tensor.scalar_type();
   }
   void end(std::uint64_t fingerprint) {
     const base::Lock lock(mutex_);
@@ -109,7 +109,7 @@ class MailLog final : public Recorded {
     const base::Lock lock(mutex_);
     std::string text;
     for (const Posted& one : under_way_) {
-      text += concat(name_, "\t", one.key, "\t", one.fingerprint, "\t", to_string(one.letter), " (",
+      text += concat(name_, "\t", one.key, "\t", one.fingerprint, "\t", to_string(one.op), " (",
                      at::IntArrayRef(one.sizes), " ", c10::toString(one.dtype), ")\n");
     }
     return text;
@@ -126,7 +126,7 @@ class MailLog final : public Recorded {
   struct Posted {
     std::uint64_t key = 0;  // of the message alone, whatever its tensor
     std::uint64_t fingerprint = 0;
-    Letter letter;  // without its tensor
+    P2POp op;  // without its tensor
     at::DimVector sizes;
     at::ScalarType dtype = at::kByte;
   };
@@ -149,9 +149,9 @@ class Polled {
 /// Gloo can be waited for, and not asked: a wait that times out closes all connections. So a thread
 /// waits, for one after another of those that somebody asks for. Nobody asks, no thread. Threads:
 /// the rank's own.
-class MailPoll {
+class P2PPoll {
  public:
-  ~MailPoll() { stop(); }
+  ~P2PPoll() { stop(); }
 
   /// Has the thread wait for `one` next.
   void ask(const std::shared_ptr<Polled>& one) {
@@ -231,23 +231,23 @@ class MailPoll {
   std::thread thread_;
 };
 
-class Parcel;
+class GlooPostedOp;
 
 /// The messages under way: Gloo's memory stays when a Transfer is destroyed before its end.
-class MailDesk {
+class PostedOps {
  public:
-  std::vector<std::shared_ptr<Parcel>> under_way;
-  MailPoll poll;
+  std::vector<std::shared_ptr<GlooPostedOp>> under_way;
+  P2PPoll poll;
 };
 
 /// A message that was posted. Threads: the rank's own; what a watch asks of it, any.
-class Parcel final : public Carried, private TransportWait {
+class GlooPostedOp final : public PostedOp, private TransportWait {
  public:
-  Parcel(std::shared_ptr<Channel> channel, std::shared_ptr<MailDesk> desk,
-         std::shared_ptr<MailLog> log, Letter letter, std::uint64_t fingerprint)
-      : Carried(std::move(letter)),
-        TransportWait(std::move(channel), letter_.peer),
-        desk_(std::move(desk)),
+  GlooPostedOp(std::shared_ptr<Channel> channel, std::shared_ptr<PostedOps> posted,
+               std::shared_ptr<P2PLog> log, P2POp op, std::uint64_t fingerprint)
+      : PostedOp(std::move(op)),
+        TransportWait(std::move(channel), op_.peer),
+        posted_(std::move(posted)),
         log_(std::move(log)),
         fingerprint_(fingerprint) {}
 
@@ -264,14 +264,14 @@ class Parcel final : public Carried, private TransportWait {
     return {log_->hash(),
             fingerprint_,
             rank,
-            concat(to_string(letter_), " on group ", options().name),
-            what_of(letter_),
+            concat(to_string(op_), " on group ", options().name),
+            what_of(op_),
             /*is_message=*/true};
   }
-  std::string text() const override { return to_string(letter_); }
+  std::string text() const override { return to_string(op_); }
   std::string before_reason() const override { return text(); }
   std::string waited_in_vain_for(int rank) const override {
-    return waited_in_vain(letter_, patience_, rank, options().abort_flag->patience);
+    return waited_in_vain(op_, patience_, rank, options().abort_flag->patience);
   }
 
   /// Errors: what the wait for it has thrown; LostRank where it was lost.
@@ -279,8 +279,8 @@ class Parcel final : public Carried, private TransportWait {
   void wait_for_gloo();
   void end();
 
-  const std::shared_ptr<MailDesk> desk_;
-  const std::shared_ptr<MailLog> log_;
+  const std::shared_ptr<PostedOps> posted_;
+  const std::shared_ptr<P2PLog> log_;
   const std::uint64_t fingerprint_;
   std::uint64_t order_ = 0;  // its number in the rank's OrderLog
   const std::shared_ptr<Polled> polled_ = std::make_shared<Polled>();
@@ -289,17 +289,17 @@ class Parcel final : public Carried, private TransportWait {
   std::exception_ptr failure_;
 };
 
-void Parcel::start() {
+void GlooPostedOp::start() {
   // As the other end names it: by step, too.
   order_ = options().board->order().note(
-      {kMessageLane, what_of(letter_), fingerprint_, std::chrono::steady_clock::now(),
-       letter_.tag.direction == MailTag::Direction::kForward ? Pass::kForward : Pass::kBackward},
-      [&] { return std::make_shared<LetterIssue>(letter_); });
-  const int tag = message_number(letter_.tag, letter_.extent, fingerprint_);
+      {kMessageLane, what_of(op_), fingerprint_, std::chrono::steady_clock::now(),
+       op_.tag.direction == P2PTag::Direction::kForward ? Pass::kForward : Pass::kBackward},
+      [&] { return std::make_shared<P2PIssue>(op_); });
+  const int tag = message_number(op_.tag, op_.extent, fingerprint_);
   posting([&] {
     try {
-      const auto end = letter_.sends() ? Channel::End::kSend : Channel::End::kReceive;
-      polled_->work = channel_->post(end, letter_.peer, letter_.tensor, tag);
+      const auto end = op_.sends() ? Channel::End::kSend : Channel::End::kReceive;
+      polled_->work = channel_->post(end, op_.peer, op_.tensor, tag);
     } catch (const NotPosted&) {
       log_->end(fingerprint_);
       throw;
@@ -307,26 +307,26 @@ void Parcel::start() {
   });
 }
 
-void Parcel::require_kept() const {
+void GlooPostedOp::require_kept() const {
   if (failure_) std::rethrow_exception(failure_);
-  if (is_lost_) throw lost_in_recovery(letter_);
+  if (is_lost_) throw lost_in_recovery(op_);
 }
 
-void Parcel::end() {
+void GlooPostedOp::end() {
   log_->end(fingerprint_);
   options().board->order().done(order_);
   polled_->work.reset();
-  letter_.tensor = at::Tensor();
-  std::erase_if(desk_->under_way, [&](const auto& one) { return one.get() == this; });
+  op_.tensor = at::Tensor();
+  std::erase_if(posted_->under_way, [&](const auto& one) { return one.get() == this; });
 }
 
-void Parcel::lose() {
+void GlooPostedOp::lose() {
   polled_->work.reset();
-  letter_.tensor = at::Tensor();
+  op_.tensor = at::Tensor();
   is_lost_ = true;
 }
 
-std::optional<Event> Parcel::poll() {
+std::optional<Event> GlooPostedOp::poll() {
   require_kept();
   check_aborted();
   switch (polled_->found) {
@@ -339,13 +339,13 @@ std::optional<Event> Parcel::poll() {
       break;
   }
   asked_ = true;
-  desk_->poll.ask(polled_);
+  posted_->poll.ask(polled_);
   return std::nullopt;
 }
 
-Event Parcel::finish() {
+Event GlooPostedOp::finish() {
   require_kept();
-  if (asked_) desk_->poll.take_back(polled_);
+  if (asked_) posted_->poll.take_back(polled_);
   asked_ = false;
   try {
     if (polled_->found != Polled::Found::kThrough) wait_for_gloo();
@@ -357,55 +357,54 @@ Event Parcel::finish() {
   return {};
 }
 
-void Parcel::wait_for_gloo() {
+void GlooPostedOp::wait_for_gloo() {
   const OnBoard on_board(*options().board, *this);
   begin();
   check_aborted();  // an abort that comes later finds this wait on the board
-  wait_for(*polled_->work, letter_.peer);
+  wait_for(*polled_->work, op_.peer);
 }
 
-GlooMail::GlooMail(std::shared_ptr<Channel> channel, std::function<void()> open)
-    : Mail(
-          {channel->options.members, channel->options.self, at::kCPU, channel->options.abort_flag}),
+GlooP2P::GlooP2P(std::shared_ptr<Channel> channel, std::function<void()> open)
+    : P2P({channel->options.members, channel->options.self, at::kCPU, channel->options.abort_flag}),
       channel_(std::move(channel)),
       open_(std::move(open)),
-      desk_(std::make_shared<MailDesk>()) {}
+      posted_(std::make_shared<PostedOps>()) {}
 
-GlooMail::~GlooMail() {
+GlooP2P::~GlooP2P() {
   reset();
   for (const auto& [peer, log] : logs_) channel_->options.board->remove(*log);
 }
 
-void GlooMail::reset() {
-  desk_->poll.stop();
+void GlooP2P::reset() {
+  posted_->poll.stop();
   // Gloo lets go of a buffer when its work object goes.
-  for (const auto& parcel : std::exchange(desk_->under_way, {})) parcel->lose();
+  for (const auto& parcel : std::exchange(posted_->under_way, {})) parcel->lose();
   for (const auto& [peer, log] : logs_) log->clear();
 }
 
-std::shared_ptr<MailLog> GlooMail::log_with(int peer) {
+std::shared_ptr<P2PLog> GlooP2P::log_with(int peer) {
   auto& log = logs_[peer];
   if (!log) {
     const ChannelOptions& group = channel_->options;
     const auto low = static_cast<std::size_t>(std::min(rank(), peer));
     const auto high = static_cast<std::size_t>(std::max(rank(), peer));
-    log = std::make_shared<MailLog>(
+    log = std::make_shared<P2PLog>(
         concat(group.name, ": between ", group.members[low], " and ", group.members[high]));
     group.board->add(log);
   }
   return log;
 }
 
-std::unique_ptr<Transfer> GlooMail::post(Letter letter) {
+std::unique_ptr<Transfer> GlooP2P::post(P2POp op) {
   open_();
-  if (letter.tensor.numel() == 0) return std::make_unique<Transfer>(place(), nullptr);
-  const auto log = log_with(letter.peer);
-  const std::uint64_t key = message_key(letter.tag, letter.sends() ? rank() : letter.peer);
-  const std::uint64_t fingerprint = fingerprint_of(key, letter.tensor);
-  log->post(letter, key, fingerprint);
-  auto parcel = std::make_shared<Parcel>(channel_, desk_, log, std::move(letter), fingerprint);
+  if (op.tensor.numel() == 0) return std::make_unique<Transfer>(place(), nullptr);
+  const auto log = log_with(op.peer);
+  const std::uint64_t key = message_key(op.tag, op.sends() ? rank() : op.peer);
+  const std::uint64_t fingerprint = fingerprint_of(key, op.tensor);
+  log->post(op, key, fingerprint);
+  auto parcel = std::make_shared<GlooPostedOp>(channel_, posted_, log, std::move(op), fingerprint);
   parcel->start();
-  desk_->under_way.push_back(parcel);
+  posted_->under_way.push_back(parcel);
   return std::make_unique<Transfer>(place(), std::move(parcel));
 }
 

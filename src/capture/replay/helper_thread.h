@@ -13,7 +13,7 @@ namespace tessera::capture {
 
 /// make() on a thread of its own, which knows nothing of this one's modes and guards.
 template <class Make>
-auto apart(Make&& make) {
+auto run_on_helper_thread(Make&& make) {
   return std::async(std::launch::async, std::forward<Make>(make)).get();
 }
 

@@ -1,6 +1,6 @@
 // Messages between two ranks: each reaches the receive that means it, in whatever order both ends
 // post; what differs is named; whatever fails ends in time and leaves no memory to be written.
-#include "comm/mail.h"
+#include "comm/p2p.h"
 
 #include <ATen/ATen.h>
 
@@ -14,7 +14,7 @@
 #include "rank_pools.h"
 #include "support/test.h"
 
-namespace tessera::comm::mail_test {
+namespace tessera::comm::p2p_test {
 namespace {
 
 using std::chrono::microseconds;
@@ -22,11 +22,11 @@ using std::chrono::milliseconds;
 
 using Clock = std::chrono::steady_clock;
 
-MailTag activations(int micro_batch, std::uint64_t step = 7, int stage = 0) {
-  return {step, MailTag::Direction::kForward, stage, micro_batch, 0};
+P2PTag activations(int micro_batch, std::uint64_t step = 7, int stage = 0) {
+  return {step, P2PTag::Direction::kForward, stage, micro_batch, 0};
 }
 
-std::shared_ptr<Mail> mail_of_all(World& world) { return mail_of(world, all_ranks(world.size())); }
+std::shared_ptr<P2P> p2p_of_all(World& world) { return p2p_of(world, all_ranks(world.size())); }
 
 /// For what others are sure to do.
 bool comes_true(const std::function<bool()>& what) {
@@ -51,7 +51,7 @@ class Messages : public testing::TestWithParam<ThreadBackend> {};
 struct Planned {
   int from;
   int to;
-  MailTag tag;
+  P2PTag tag;
   int number;
 
   at::Tensor values() const {
@@ -70,8 +70,8 @@ std::vector<Planned> plan(int ranks, int messages, std::uint64_t step) {
     for (int to = 0; to < ranks; ++to) {
       for (int i = 0; i < messages && from != to; ++i) {
         const auto direction =
-            i % 2 == 0 ? MailTag::Direction::kForward : MailTag::Direction::kBackward;
-        const MailTag tag{step, direction, from + ranks * (i / 2 % 2), i / 4, 0};
+            i % 2 == 0 ? P2PTag::Direction::kForward : P2PTag::Direction::kBackward;
+        const P2PTag tag{step, direction, from + ranks * (i / 2 % 2), i / 4, 0};
         all.push_back({from, to, tag, static_cast<int>(all.size())});
       }
     }
@@ -86,7 +86,7 @@ void exchange_in_random_order(World& world, std::uint64_t first_step, std::uint6
     at::Tensor tensor;
     std::unique_ptr<Transfer> transfer;
   };
-  const auto mail = mail_of_all(world);
+  const auto p2p = p2p_of_all(world);
   std::mt19937 random(static_cast<unsigned>(100 * world.size() + world.rank()));
   for (std::uint64_t step = first_step; step < first_step + steps; ++step) {
     std::vector<End> ends;
@@ -97,8 +97,8 @@ void exchange_in_random_order(World& world, std::uint64_t first_step, std::uint6
     std::shuffle(ends.begin(), ends.end(), random);
     for (End& end : ends) {
       const bool sends = end.planned.from == world.rank();
-      end.transfer = sends ? mail->send(end.planned.to, end.planned.tag, end.tensor)
-                           : mail->receive(end.planned.from, end.planned.tag, end.tensor);
+      end.transfer = sends ? p2p->send(end.planned.to, end.planned.tag, end.tensor)
+                           : p2p->receive(end.planned.from, end.planned.tag, end.tensor);
     }
     std::shuffle(ends.begin(), ends.end(), random);
     for (End& end : ends) {
@@ -123,7 +123,7 @@ TEST_P(Messages, ReachTheReceiveThatMeansThemInWhateverOrderTheyArePosted) {
 }
 
 TEST(InProcessMessages, ReachTheirReceivesWhateverTheirDelaysAndWhichSendsAreBuffered) {
-  const test_hooks::Set delayed(test_hooks::message_delay, [](const MailTag& tag) {
+  const test_hooks::Set delayed(test_hooks::message_delay, [](const P2PTag& tag) {
     const auto number = tag.step * 7919 + static_cast<std::uint64_t>(tag.stage) * 31 +
                         static_cast<std::uint64_t>(tag.micro_batch) * 17 +
                         static_cast<std::uint64_t>(tag.direction);
@@ -140,17 +140,17 @@ TEST(InProcessMessages, ReachTheirReceivesWhateverTheirDelaysAndWhichSendsAreBuf
 
 TEST_P(Messages, TravelWithSeveralTensors) {
   pool(GetParam(), 2).run([](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     std::vector<std::unique_ptr<Transfer>> transfers;
     std::vector<at::Tensor> tensors;
     for (int i = 0; i < 6; ++i) {
       // The second rank posts them the other way round.
       const int index = world.rank() == 0 ? i : 5 - i;
-      MailTag tag = activations(0, 11);
+      P2PTag tag = activations(0, 11);
       tag.index = index;
       tensors.push_back(at::full({4}, world.rank() == 0 ? index : -1, at::kLong));
-      transfers.push_back(world.rank() == 0 ? mail->send(1, tag, tensors.back())
-                                            : mail->receive(0, tag, tensors.back()));
+      transfers.push_back(world.rank() == 0 ? p2p->send(1, tag, tensors.back())
+                                            : p2p->receive(0, tag, tensors.back()));
     }
     for (std::size_t i = 0; i < transfers.size(); ++i) {
       transfers[i]->wait();
@@ -162,11 +162,11 @@ TEST_P(Messages, TravelWithSeveralTensors) {
 
 TEST_P(Messages, SendEndsWhenItsReceiveIsPostedAndNotBefore) {
   pool(GetParam(), 2).run([](World& world) {
-    const auto mail = mail_of_all(world);
-    const MailTag tag = activations(1, 12);
+    const auto p2p = p2p_of_all(world);
+    const P2PTag tag = activations(1, 12);
     auto tensor = at::full({1000}, world.rank());
     if (world.rank() == 0) {
-      const auto sent = mail->send(1, tag, tensor);
+      const auto sent = p2p->send(1, tag, tensor);
       EXPECT_FALSE(sent->done());
       barrier(world.control(), "sent");
       EXPECT_FALSE(sent->done());
@@ -175,7 +175,7 @@ TEST_P(Messages, SendEndsWhenItsReceiveIsPostedAndNotBefore) {
     } else {
       barrier(world.control(), "sent");
       barrier(world.control(), "asked");
-      mail->receive(0, tag, tensor)->wait();
+      p2p->receive(0, tag, tensor)->wait();
       EXPECT_EQ(tensor.sum().item<std::int64_t>(), 0);
     }
   });
@@ -184,11 +184,11 @@ TEST_P(Messages, SendEndsWhenItsReceiveIsPostedAndNotBefore) {
 // Of two sends the one that was asked for first ends last.
 TEST_P(Messages, AreDoneInTheOrderInWhichTheyEndAndNotInThatOfTheQuestions) {
   pool(GetParam(), 3).run([](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const auto x = at::ones({100});
     if (world.rank() == 0) {
-      const auto last = mail->send(1, activations(1, 13), x);
-      const auto first = mail->send(2, activations(2, 13), x);
+      const auto last = p2p->send(1, activations(1, 13), x);
+      const auto first = p2p->send(2, activations(2, 13), x);
       EXPECT_FALSE(last->done());
       EXPECT_FALSE(first->done());
       barrier(world.control(), "posted");
@@ -199,9 +199,9 @@ TEST_P(Messages, AreDoneInTheOrderInWhichTheyEndAndNotInThatOfTheQuestions) {
     } else {
       const auto into = at::zeros({100});
       barrier(world.control(), "posted");
-      if (world.rank() == 2) mail->receive(0, activations(2, 13), into)->wait();
+      if (world.rank() == 2) p2p->receive(0, activations(2, 13), into)->wait();
       barrier(world.control(), "first has ended");
-      if (world.rank() == 1) mail->receive(0, activations(1, 13), into)->wait();
+      if (world.rank() == 1) p2p->receive(0, activations(1, 13), into)->wait();
       EXPECT_EQ(into.sum().item<float>(), 100.0F);
     }
   });
@@ -210,14 +210,14 @@ TEST_P(Messages, AreDoneInTheOrderInWhichTheyEndAndNotInThatOfTheQuestions) {
 // Naive: what nobody waits for any more is destroyed while the backend still writes to it.
 TEST_P(Messages, ThatNobodyWaitsForArriveAllTheSame) {
   pool(GetParam(), 2).run([](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const int other = 1 - world.rank();
     const auto into = at::zeros({1 << 20});
-    mail->receive(other, activations(0, 14, other), into);
-    mail->send(other, activations(0, 14, world.rank()), at::ones({1 << 20}));
+    p2p->receive(other, activations(0, 14, other), into);
+    p2p->send(other, activations(0, 14, world.rank()), at::ones({1 << 20}));
     const auto last = at::zeros({4});
-    const auto receive = mail->receive(other, activations(1, 14, other), last);
-    mail->send(other, activations(1, 14, world.rank()), at::ones({4}))->wait();
+    const auto receive = p2p->receive(other, activations(1, 14, other), last);
+    p2p->send(other, activations(1, 14, world.rank()), at::ones({4}))->wait();
     receive->wait();
     EXPECT_EQ(last.sum().item<float>(), 4.0F);
     barrier(world.control(), "end of the test");
@@ -236,9 +236,9 @@ TEST_P(Messages, OfAnotherShapeOrDtypeAreNamedOnBothRanks) {
     std::atomic<int> named{0};
     const std::string error = comm_error_of([&, tensor = into] {
       ranks.run([&](World& world) {
-        const auto mail = mail_of_all(world);
-        const auto transfer = world.rank() == 0 ? mail->send(1, activations(3), at::ones({4, 8}))
-                                                : mail->receive(0, activations(3), tensor);
+        const auto p2p = p2p_of_all(world);
+        const auto transfer = world.rank() == 0 ? p2p->send(1, activations(3), at::ones({4, 8}))
+                                                : p2p->receive(0, activations(3), tensor);
         try {
           transfer->wait();
         } catch (const Error&) {
@@ -261,10 +261,10 @@ TEST(InProcessMessages, OfEmptyTensorsAreComparedToo) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
   EXPECT_THAT(comm_error_of([&] {
                 ranks.run([&](World& world) {
-                  const auto mail = mail_of_all(world);
+                  const auto p2p = p2p_of_all(world);
                   const auto transfer = world.rank() == 0
-                                            ? mail->send(1, activations(3), at::ones({0, 8}))
-                                            : mail->receive(0, activations(3), at::ones({4, 8}));
+                                            ? p2p->send(1, activations(3), at::ones({0, 8}))
+                                            : p2p->receive(0, activations(3), at::ones({4, 8}));
                   transfer->wait();
                 });
               }),
@@ -275,10 +275,10 @@ TEST(InProcessMessages, OfEmptyTensorsAreComparedToo) {
 std::string error_of_swapped(ThreadRanks& ranks) {
   return comm_error_of([&] {
     ranks.run([&](World& world) {
-      const auto mail = mail_of_all(world);
+      const auto p2p = p2p_of_all(world);
       const auto x = at::zeros({4});
-      const auto transfer = world.rank() == 0 ? mail->send(1, activations(2), at::ones({4}))
-                                              : mail->receive(0, activations(3), x);
+      const auto transfer = world.rank() == 0 ? p2p->send(1, activations(2), at::ones({4}))
+                                              : p2p->receive(0, activations(3), x);
       transfer->wait();
     });
   });
@@ -309,11 +309,11 @@ TEST_P(Messages, ThatNeverComeAreNamedAfterTheTimeout) {
     ThreadRanks ranks(2, GetParam(), short_waits());
     EXPECT_THAT(comm_error_of([&] {
                   ranks.run([&](World& world) {
-                    const auto mail = mail_of_all(world);
+                    const auto p2p = p2p_of_all(world);
                     if (world.rank() == 1) return;
                     const auto x = at::zeros({2, 2});
-                    const MailTag tag{7, MailTag::Direction::kBackward, sends ? 0 : 1, 3, 0};
-                    (sends ? mail->send(1, tag, x) : mail->receive(1, tag, x))->wait();
+                    const P2PTag tag{7, P2PTag::Direction::kBackward, sends ? 0 : 1, 3, 0};
+                    (sends ? p2p->send(1, tag, x) : p2p->receive(1, tag, x))->wait();
                   });
                 }),
                 Says(sends ? "gradients of stage 0, micro-batch 3, step 7, to rank 1"
@@ -328,14 +328,14 @@ TEST_P(Messages, WaitsEndWhenTheOtherRankThrowsAndNameItsErrorAndTheMessage) {
     std::atomic<bool> posted{false};
     try {
       pool(GetParam(), 3).run([&](World& world) {
-        const auto mail = mail_of_all(world);
+        const auto p2p = p2p_of_all(world);
         if (world.rank() == 2) return;
         if (world.rank() == 1) {
           EXPECT_TRUE(comes_true([&] { return posted.load(); }));
           throw std::runtime_error("out of ideas");
         }
         const auto x = at::zeros({4});
-        const auto transfer = mail->receive(1, activations(3, 20, 1), x);
+        const auto transfer = p2p->receive(1, activations(3, 20, 1), x);
         posted = true;
         try {
           if (asks) {
@@ -359,7 +359,7 @@ TEST_P(Messages, WaitsEndWhenTheOtherRankThrowsAndNameItsErrorAndTheMessage) {
 TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
   std::atomic<std::uint64_t> posted{0};
   pool(GetParam(), 2).run([&](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const int other = 1 - world.rank();
     constexpr std::int64_t kMany = 4 << 20;
     for (std::uint64_t attempt = 0; attempt < 5; ++attempt) {
@@ -367,15 +367,15 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       const auto half = at::zeros({kMany});
       const auto never = at::zeros({4});
       std::vector<std::unique_ptr<Transfer>> old;
-      old.push_back(mail->receive(other, activations(1, 30, other), never));
-      old.push_back(mail->receive(other, activations(0, 30, other), half));
-      old.push_back(mail->send(other, activations(0, 30, world.rank()), at::ones({kMany})));
+      old.push_back(p2p->receive(other, activations(1, 30, other), never));
+      old.push_back(p2p->receive(other, activations(0, 30, other), half));
+      old.push_back(p2p->send(other, activations(0, 30, world.rank()), at::ones({kMany})));
       if (attempt % 2 == 0) old.front()->done();
       ++posted;
       EXPECT_TRUE(comes_true([&] { return posted >= 2 * (attempt + 1); }));
       if (world.rank() == 0) {
         world.abort("a bad step");
-        EXPECT_THAT(comm_error_of([&] { mail->send(1, activations(9, 30), never); }),
+        EXPECT_THAT(comm_error_of([&] { p2p->send(1, activations(9, 30), never); }),
                     Says("a bad step"));
       }
       EXPECT_THAT(comm_error_of([&] { old.front()->wait(); }), Says("a bad step"));
@@ -384,9 +384,9 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       never.fill_(7);
 
       const auto into = at::zeros({4});
-      const auto receive = mail->receive(other, activations(1, 30, other), into);
-      const auto send = mail->send(other, activations(1, 30, world.rank()),
-                                   at::full({4}, 1 + world.rank(), at::kFloat));
+      const auto receive = p2p->receive(other, activations(1, 30, other), into);
+      const auto send = p2p->send(other, activations(1, 30, world.rank()),
+                                  at::full({4}, 1 + world.rank(), at::kFloat));
       receive->wait();
       send->wait();
       EXPECT_EQ(into.sum().item<float>(), 4.0F * (1.0F + static_cast<float>(other)));
@@ -406,21 +406,21 @@ TEST_P(Messages, OfARunThatHasFailedAreForgottenByTheNextOne) {
   std::atomic<bool> posted{false};
   const auto into = at::full({4}, 7.0F);
   EXPECT_THROW(ranks.run([&](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     if (world.rank() == 1) {
       EXPECT_TRUE(comes_true([&] { return posted.load(); }));
       throw std::runtime_error("gone");
     }
-    left = mail->receive(1, activations(0, 40, 1), into);
+    left = p2p->receive(1, activations(0, 40, 1), into);
     posted = true;
     left->wait();
   }),
                std::runtime_error);
   ranks.run([&](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const auto x = world.rank() == 1 ? at::ones({4}) : at::zeros({4});
-    const auto transfer = world.rank() == 1 ? mail->send(0, activations(0, 40, 1), x)
-                                            : mail->receive(1, activations(0, 40, 1), x);
+    const auto transfer = world.rank() == 1 ? p2p->send(0, activations(0, 40, 1), x)
+                                            : p2p->receive(1, activations(0, 40, 1), x);
     transfer->wait();
     EXPECT_EQ(x.sum().item<float>(), 4.0F);
     if (world.rank() == 0) {
@@ -432,26 +432,26 @@ TEST_P(Messages, OfARunThatHasFailedAreForgottenByTheNextOne) {
 
 TEST_P(Messages, ThatCannotBePostedAreRefused) {
   pool(GetParam(), 2).run([](World& world) {
-    const auto mail = mail_of_all(world);
-    EXPECT_EQ(mail->rank(), world.rank());
-    EXPECT_EQ(mail->size(), 2);
+    const auto p2p = p2p_of_all(world);
+    EXPECT_EQ(p2p->rank(), world.rank());
+    EXPECT_EQ(p2p->size(), 2);
     const auto x = at::zeros({2, 3});
     for (const int peer : {-1, 2, world.rank()}) {
-      EXPECT_THROW(mail->send(peer, activations(0, 50), x), Error);
-      EXPECT_THROW(mail->receive(peer, activations(0, 50), x), Error);
+      EXPECT_THROW(p2p->send(peer, activations(0, 50), x), Error);
+      EXPECT_THROW(p2p->receive(peer, activations(0, 50), x), Error);
     }
     const int other = 1 - world.rank();
-    EXPECT_THROW(mail->send(other, activations(0, 50), x.t()), Error);
-    EXPECT_THROW(mail->send(other, activations(0, 50), at::Tensor()), Error);
+    EXPECT_THROW(p2p->send(other, activations(0, 50), x.t()), Error);
+    EXPECT_THROW(p2p->send(other, activations(0, 50), at::Tensor()), Error);
     // Posted twice: both would go to whichever receive comes first.
     if (world.rank() == 0) {
-      const auto first = mail->send(1, activations(0, 50), x);
-      EXPECT_THROW(mail->send(1, activations(0, 50), x), Error);
+      const auto first = p2p->send(1, activations(0, 50), x);
+      EXPECT_THROW(p2p->send(1, activations(0, 50), x), Error);
       barrier(world.control(), "posted");
       first->wait();
     } else {
       barrier(world.control(), "posted");
-      mail->receive(0, activations(0, 50), at::zeros({2, 3}))->wait();
+      p2p->receive(0, activations(0, 50), at::zeros({2, 3}))->wait();
     }
     barrier(world.control(), "end of the test");
   });
@@ -460,7 +460,7 @@ TEST_P(Messages, ThatCannotBePostedAreRefused) {
 TEST_P(Messages, GroupOfMessagesHasNoCollectives) {
   EXPECT_THROW(launch_threads(2, GetParam(),
                               [](World& world) {
-                                mail_of_all(world);
+                                p2p_of_all(world);
                                 barrier(*world.group(all_ranks(world.size()), "messages"), "no");
                               }),
                Error);
@@ -468,18 +468,17 @@ TEST_P(Messages, GroupOfMessagesHasNoCollectives) {
 
 TEST_P(Messages, StandInTheTraceAtBothEnds) {
   pool(GetParam(), 2).run([](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const auto trace = std::make_shared<Trace>();
     {
       const TraceHere here(trace);
       const bool sends = world.rank() == 0;
       const auto x = at::zeros({4});
-      const auto forward = sends ? mail->send(1, {60, MailTag::Direction::kForward, 2, 5, 0}, x)
-                                 : mail->receive(0, {60, MailTag::Direction::kForward, 2, 5, 0}, x);
+      const auto forward = sends ? p2p->send(1, {60, P2PTag::Direction::kForward, 2, 5, 0}, x)
+                                 : p2p->receive(0, {60, P2PTag::Direction::kForward, 2, 5, 0}, x);
       const auto y = at::zeros({4});
-      const auto backward = sends
-                                ? mail->receive(1, {60, MailTag::Direction::kBackward, 3, 5, 0}, y)
-                                : mail->send(0, {60, MailTag::Direction::kBackward, 3, 5, 0}, y);
+      const auto backward = sends ? p2p->receive(1, {60, P2PTag::Direction::kBackward, 3, 5, 0}, y)
+                                  : p2p->send(0, {60, P2PTag::Direction::kBackward, 3, 5, 0}, y);
       forward->wait();
       EXPECT_TRUE(comes_true([&] { return backward->done(); }));
       backward->wait();
@@ -499,16 +498,16 @@ TEST_P(Messages, StandInTheTraceAtBothEnds) {
 TEST(InProcessMessages, ThatAreBufferedEndBeforeTheirReceives) {
   const test_hooks::Set buffered(test_hooks::buffered_messages, [] { return true; });
   pool(ThreadBackend::kInProcess, 2).run([](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const auto x = at::ones({4});
     if (world.rank() == 0) {
-      mail->send(1, activations(0, 70), x)->wait();
+      p2p->send(1, activations(0, 70), x)->wait();
       x.fill_(9);  // it has left
     }
     barrier(world.control(), "sent");
     if (world.rank() == 1) {
       x.fill_(0);
-      mail->receive(0, activations(0, 70), x)->wait();
+      p2p->receive(0, activations(0, 70), x)->wait();
       EXPECT_EQ(x.sum().item<float>(), 4.0F);
     }
   });
@@ -516,18 +515,18 @@ TEST(InProcessMessages, ThatAreBufferedEndBeforeTheirReceives) {
 
 TEST(InProcessMessages, ThatAreDelayedArriveLaterAndOvertakeEachOther) {
   // The earlier micro-batch is longer on its way.
-  const test_hooks::Set delayed(test_hooks::message_delay, [](const MailTag& tag) {
+  const test_hooks::Set delayed(test_hooks::message_delay, [](const P2PTag& tag) {
     return microseconds(tag.micro_batch == 0 ? 60000 : 500);
   });
   pool(ThreadBackend::kInProcess, 2).run([](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const auto begin = Clock::now();
     std::vector<at::Tensor> tensors;
     std::vector<std::unique_ptr<Transfer>> transfers;
     for (int i = 0; i < 2; ++i) {
       tensors.push_back(at::full({4}, world.rank() == 0 ? 1.0F : 0.0F));
-      transfers.push_back(world.rank() == 0 ? mail->send(1, activations(i, 71), tensors.back())
-                                            : mail->receive(0, activations(i, 71), tensors.back()));
+      transfers.push_back(world.rank() == 0 ? p2p->send(1, activations(i, 71), tensors.back())
+                                            : p2p->receive(0, activations(i, 71), tensors.back()));
     }
     transfers[1]->wait();
     EXPECT_EQ(tensors[1].sum().item<float>(), 4.0F);
@@ -543,31 +542,31 @@ INSTANTIATE_TEST_SUITE_P(All, Messages,
                          testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo),
                          [](const auto& one) { return name_of(one.param); });
 
-TEST(MailTag, SaysWhatItIsOf) {
+TEST(P2PTag, SaysWhatItIsOf) {
   EXPECT_EQ(to_string(activations(3, 7, 1)), "activations of stage 1, micro-batch 3, step 7");
-  EXPECT_EQ(to_string(MailTag{8, MailTag::Direction::kBackward, 2, 0, 1}),
+  EXPECT_EQ(to_string(P2PTag{8, P2PTag::Direction::kBackward, 2, 0, 1}),
             "gradients of stage 2, micro-batch 0, step 8, tensor 1");
 }
 
 // Naive: a few bits of stage and micro-batch, past which a hash of 20 bits tells two apart, or does
 // not. The hash is the worst: the same for all.
-TEST(MailTag, NoTwoOfAStepHaveOneNumberWhateverTheirHashes) {
+TEST(P2PTag, NoTwoOfAStepHaveOneNumberWhateverTheirHashes) {
   std::mt19937 random(5);
   const auto below = [&](std::int64_t end) {
     return static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(end));
   };
   for (int i = 0; i < 400; ++i) {
-    MailExtent extent;
+    P2PExtent extent;
     extent.stages = 1 + below(i % 2 == 0 ? 4096 : 8);
     extent.micro_batches =
-        1 + below(std::min<std::int64_t>(65536, MailExtent::kMostCells / extent.stages));
+        1 + below(std::min<std::int64_t>(65536, P2PExtent::kMostCells / extent.stages));
     const std::uint64_t fingerprint = random();
-    std::map<int, MailTag> numbers;
+    std::map<int, P2PTag> numbers;
     for (int k = 0; k < 200; ++k) {
       // Some of them far apart, some beside each other.
-      const MailTag tag{3, static_cast<MailTag::Direction>(below(2)), below(extent.stages),
-                        below(k < 100 ? extent.micro_batches : std::min(extent.micro_batches, 4)),
-                        below(MailExtent::kTensors)};
+      const P2PTag tag{3, static_cast<P2PTag::Direction>(below(2)), below(extent.stages),
+                       below(k < 100 ? extent.micro_batches : std::min(extent.micro_batches, 4)),
+                       below(P2PExtent::kTensors)};
       const int number = message_number(tag, extent, fingerprint);
       EXPECT_GE(number, 0);
       const auto [same, is_new] = numbers.emplace(number, tag);
@@ -579,8 +578,8 @@ TEST(MailTag, NoTwoOfAStepHaveOneNumberWhateverTheirHashes) {
 
 TEST(WorldOfOne, HasNobodyToSendTo) {
   const auto world = World::of_one();
-  EXPECT_THROW(mail_of(*world, {0}), Error);
+  EXPECT_THROW(p2p_of(*world, {0}), Error);
 }
 
 }  // namespace
-}  // namespace tessera::comm::mail_test
+}  // namespace tessera::comm::p2p_test

@@ -1,4 +1,4 @@
-#include "comm/backends/nccl/nccl_mail.h"
+#include "comm/backends/nccl/nccl_p2p.h"
 
 #include <ATen/ATen.h>
 
@@ -15,11 +15,11 @@ namespace tessera::comm {
 namespace {
 
 /// All of it is launched already.
-class Launched final : public Carried {
+class Launched final : public PostedOp {
  public:
   /// `end` is empty where there is nothing to carry.
-  Launched(Letter letter, Event end, const MailPlace& place, NcclBackend backend)
-      : Carried(std::move(letter)),
+  Launched(P2POp op, Event end, const P2PPlace& place, NcclBackend backend)
+      : PostedOp(std::move(op)),
         end_(std::move(end)),
         abort_flag_(place.abort_flag),
         waits_(place.waits),
@@ -33,16 +33,14 @@ class Launched final : public Carried {
     check_aborted();
     return end_;
   }
-  void let_go(const Stream& /*stream*/) override {
-    come_behind(letter_, end_, waits_.get(), error());
-  }
+  void let_go(const Stream& /*stream*/) override { order_after(op_, end_, waits_.get(), error()); }
   std::function<std::string()> error() const override {
     return [backend = backend_] { return error_of(*backend); };
   }
 
  private:
   void check_aborted() const {
-    if (abort_flag_->is_set()) abort_flag_->raise(to_string(letter_));
+    if (abort_flag_->is_set()) abort_flag_->raise(to_string(op_));
   }
 
   const Event end_;
@@ -51,11 +49,11 @@ class Launched final : public Carried {
   const NcclBackend backend_;
 };
 
-class NcclMail final : public Mail {
+class NcclP2P final : public P2P {
  public:
-  NcclMail(const NcclPlace& place, std::shared_ptr<HostWaits> waits)
-      : Mail({place.channel.members, place.channel.self, place.device, place.channel.abort_flag,
-              std::move(waits)}),
+  NcclP2P(const NcclPlace& place, std::shared_ptr<HostWaits> waits)
+      : P2P({place.channel.members, place.channel.self, place.device, place.channel.abort_flag,
+             std::move(waits)}),
         nccl_(place) {
     int number = 0;
     for (auto& backend : backends_) {
@@ -65,8 +63,8 @@ class NcclMail final : public Mail {
     }
   }
 
-  void connect(const std::set<MailRoute>& routes) override {
-    for (const MailRoute& route : routes) {
+  void connect(const std::set<P2PRoute>& routes) override {
+    for (const P2PRoute& route : routes) {
       const bool sends = route.from == rank();
       if ((!sends && route.to != rank()) || !connected_.insert(route).second) continue;
       const int peer = sends ? route.to : route.from;
@@ -85,31 +83,31 @@ class NcclMail final : public Mail {
   int world_rank() const { return place().members[static_cast<std::size_t>(rank())]; }
 
   /// Of a pair, which is all that a communicator of sends and receives connects.
-  const NcclBackend& backend_of(const MailRoute& route) const {
-    const bool is_forward = route.direction == MailTag::Direction::kForward;
+  const NcclBackend& backend_of(const P2PRoute& route) const {
+    const bool is_forward = route.direction == P2PTag::Direction::kForward;
     return backends_[(is_forward ? 0U : 2U) + (route.from < route.to ? 0U : 1U)];
   }
-  MailRoute route_of(const Letter& letter) const {
-    return letter.sends() ? MailRoute{rank(), letter.peer, letter.tag.direction}
-                          : MailRoute{letter.peer, rank(), letter.tag.direction};
+  P2PRoute route_of(const P2POp& op) const {
+    return op.sends() ? P2PRoute{rank(), op.peer, op.tag.direction}
+                      : P2PRoute{op.peer, rank(), op.tag.direction};
   }
 
-  std::unique_ptr<Transfer> post(Letter letter) override {
-    const NcclBackend& backend = backend_of(route_of(letter));
+  std::unique_ptr<Transfer> post(P2POp op) override {
+    const NcclBackend& backend = backend_of(route_of(op));
     Event end;
-    if (letter.tensor.numel() > 0) {
-      const Launching launching(place().waits, work_of(letter));
+    if (op.tensor.numel() > 0) {
+      const Launching launching(place().waits, work_of(op));
       try {
-        letter.posted.block(letter.stream, EventSite::kMailPost);
-        const StreamScope there(letter.stream);
-        carry(*backend, letter.sends(), letter.peer, letter.tensor);
+        op.posted.block(op.stream, EventSite::kP2PPost);
+        const StreamScope there(op.stream);
+        carry(*backend, op.sends(), op.peer, op.tensor);
       } catch (const std::exception& error) {
-        throw LostRank(concat(to_string(letter), ": ", one_line(error.what())));
+        throw LostRank(concat(to_string(op), ": ", one_line(error.what())));
       }
-      end.record(letter.stream, EventSite::kMailEnd);
+      end.record(op.stream, EventSite::kP2PEnd);
     }
     return std::make_unique<Transfer>(
-        place(), std::make_shared<Launched>(std::move(letter), std::move(end), place(), backend));
+        place(), std::make_shared<Launched>(std::move(op), std::move(end), place(), backend));
   }
 
   /// c10d carries it on a stream of its own, which comes behind the current one; that comes behind
@@ -125,13 +123,13 @@ class NcclMail final : public Mail {
   const NcclPlace nccl_;
   std::array<NcclBackend, 4>
       backends_;  ///< activations up and down the ranks, gradients up and down
-  std::set<MailRoute> connected_;
+  std::set<P2PRoute> connected_;
 };
 
 }  // namespace
 
-std::unique_ptr<Mail> open_nccl_mail(const NcclPlace& place, std::shared_ptr<HostWaits> waits) {
-  return std::make_unique<NcclMail>(place, std::move(waits));
+std::unique_ptr<P2P> open_nccl_p2p(const NcclPlace& place, std::shared_ptr<HostWaits> waits) {
+  return std::make_unique<NcclP2P>(place, std::move(waits));
 }
 
 }  // namespace tessera::comm

@@ -1,6 +1,6 @@
 // Messages of tensors on devices: the bits that were sent, in whatever order both ends post, wait and
 // let go, and an order of streams that is neither missing nor more than is asked for.
-#include "comm/mail.h"
+#include "comm/p2p.h"
 
 #include <ATen/ATen.h>
 
@@ -18,28 +18,28 @@
 #include "support/test.h"
 #include "tessera/world.h"
 
-namespace tessera::sim::mail_test {
+namespace tessera::sim::p2p_test {
 namespace {
 
 using comm::EventEnd;
 using comm::EventSite;
-using comm::Mail;
-using comm::MailTag;
+using comm::P2P;
+using comm::P2PTag;
 using comm::Transfer;
 
-MailTag activations(int micro_batch, int stage = 0) {
-  return {7, MailTag::Direction::kForward, stage, micro_batch, 0};
+P2PTag activations(int micro_batch, int stage = 0) {
+  return {7, P2PTag::Direction::kForward, stage, micro_batch, 0};
 }
 
-std::shared_ptr<Mail> mail_of_all(World& world) {
-  return comm::mail_of(world, comm::all_ranks(world.size()));
+std::shared_ptr<P2P> p2p_of_all(World& world) {
+  return comm::p2p_of(world, comm::all_ranks(world.size()));
 }
 
 /// One of many: its values follow from its number.
 struct Planned {
   int from;
   int to;
-  MailTag tag;
+  P2PTag tag;
   int number;
 
   at::Tensor values() const {
@@ -61,7 +61,7 @@ std::vector<Planned> plan(int ranks, int messages) {
     for (int to = 0; to < ranks; ++to) {
       for (int i = 0; i < messages && from != to; ++i) {
         const auto direction =
-            i % 2 == 0 ? MailTag::Direction::kForward : MailTag::Direction::kBackward;
+            i % 2 == 0 ? P2PTag::Direction::kForward : P2PTag::Direction::kBackward;
         all.push_back({from, to, {7, direction, from, i / 2, 0}, static_cast<int>(all.size())});
       }
     }
@@ -77,7 +77,7 @@ void exchange_in_drawn_order(World& world, unsigned seed) {
     at::Tensor tensor;
     std::unique_ptr<Transfer> transfer;
   };
-  const auto mail = mail_of_all(world);
+  const auto p2p = p2p_of_all(world);
   std::mt19937 random(100 * seed + static_cast<unsigned>(world.rank()));
   std::vector<End> ends;
   for (const Planned& one : plan(world.size(), 8)) {
@@ -88,10 +88,10 @@ void exchange_in_drawn_order(World& world, unsigned seed) {
     const at::Tensor values = end.planned.values().to(world.device());
     if (end.planned.from == world.rank()) {
       end.tensor = values.mul(1);
-      end.transfer = mail->send(end.planned.to, end.planned.tag, end.tensor);
+      end.transfer = p2p->send(end.planned.to, end.planned.tag, end.tensor);
     } else {
       end.tensor = at::zeros_like(values);
-      end.transfer = mail->receive(end.planned.from, end.planned.tag, end.tensor);
+      end.transfer = p2p->receive(end.planned.from, end.planned.tag, end.tensor);
     }
   }
   std::ranges::shuffle(ends, random);
@@ -154,16 +154,16 @@ INSTANTIATE_TEST_SUITE_P(Asked, DeviceMessages,
 /// From rank 0 to rank 1: what was just made, which is overwritten once it is sent; the other reads
 /// it into what it has just read from.
 void send_and_read(World& world) {
-  const auto mail = mail_of_all(world);
+  const auto p2p = p2p_of_all(world);
   const auto options = at::TensorOptions(world.device());
   if (world.rank() == 0) {
     const at::Tensor sent = at::ones({100}, options).mul(3);
-    mail->send(1, activations(0), sent)->wait();
+    p2p->send(1, activations(0), sent)->wait();
     sent.fill_(5);
   } else {
     const at::Tensor into = at::zeros({100}, options);
     into.mul(2);
-    mail->receive(0, activations(0), into)->wait();
+    p2p->receive(0, activations(0), into)->wait();
     into.mul(2);
   }
 }
@@ -171,7 +171,7 @@ void send_and_read(World& world) {
 // Naive: timing hides it, until it does not.
 void expect_each_event_needed(const Where& where, const std::string& how) {
   ASSERT_EQ(race_on_ranks(where, send_and_read), "");
-  for (const EventSite site : {EventSite::kMailPost, EventSite::kMailEnd}) {
+  for (const EventSite site : {EventSite::kP2PPost, EventSite::kP2PEnd}) {
     for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
       const auto left_out = without(site, end);
       EXPECT_NE(race_on_ranks(where, send_and_read), "")
@@ -196,12 +196,12 @@ TEST(DeviceMessageEvents, AMissingWaitIsFound) {
   for (const int forgetful : {0, 1}) {
     EXPECT_NE(race_on_ranks({2, "sim", true},
                             [&](World& world) {
-                              const auto mail = mail_of_all(world);
+                              const auto p2p = p2p_of_all(world);
                               const at::Tensor x =
                                   at::ones({100}, at::TensorOptions(world.device()));
                               const auto transfer = world.rank() == 0
-                                                        ? mail->send(1, activations(0), x)
-                                                        : mail->receive(0, activations(0), x);
+                                                        ? p2p->send(1, activations(0), x)
+                                                        : p2p->receive(0, activations(0), x);
                               comm::barrier(world.control(), "posted");
                               if (world.rank() != forgetful) transfer->wait();
                               comm::barrier(world.control(), "launched");
@@ -221,11 +221,11 @@ TEST(DeviceMessageEvents, WhoLetsGoOfAMessageComesBehindIt) {
       for (const int lets_go : {0, 1}) {
         for (const bool before : {false, true}) {
           const auto program = [&](World& world) {
-            const auto mail = mail_of_all(world);
+            const auto p2p = p2p_of_all(world);
             const auto options = at::TensorOptions(world.device());
             at::Tensor x = at::ones({100}, options).mul(2);
-            auto transfer = world.rank() == 0 ? mail->send(1, activations(0), x)
-                                              : mail->receive(0, activations(0), x);
+            auto transfer = world.rank() == 0 ? p2p->send(1, activations(0), x)
+                                              : p2p->receive(0, activations(0), x);
             comm::barrier(world.control(), "posted");
             const bool goes = world.rank() == lets_go;
             const auto let_go = [&] {
@@ -247,7 +247,7 @@ TEST(DeviceMessageEvents, WhoLetsGoOfAMessageComesBehindIt) {
           EXPECT_EQ(race_on_ranks(where, program), "") << what;
           // A buffered one is delivered when its receiver waits or asks.
           if (buffers && lets_go == 1) continue;
-          const auto left_out = without(EventSite::kMailEnd, EventEnd::kBlock);
+          const auto left_out = without(EventSite::kP2PEnd, EventEnd::kBlock);
           EXPECT_NE(race_on_ranks(where, program), "") << what;
         }
       }
@@ -258,13 +258,13 @@ TEST(DeviceMessageEvents, WhoLetsGoOfAMessageComesBehindIt) {
 // The stream of who sends stands still: neither host does, and who receives goes on up to its wait.
 TEST(DeviceMessages, HoldUpNoHost) {
   on_ranks({2, "sim"}, [](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     const auto options = at::TensorOptions(world.device());
     std::optional<HeldStream> held;
     if (world.rank() == 0) held.emplace(current(0));
     const at::Tensor x = at::ones({4}, options).add(world.rank());
     const auto transfer =
-        world.rank() == 0 ? mail->send(1, activations(0), x) : mail->receive(0, activations(0), x);
+        world.rank() == 0 ? p2p->send(1, activations(0), x) : p2p->receive(0, activations(0), x);
     comm::barrier(world.control(), "posted");
     EXPECT_FALSE(transfer->done());
     if (world.rank() == 1) {
@@ -289,12 +289,12 @@ TEST(DeviceMessages, OneThatDoesNotEndIsNamedInTime) {
     on_ranks(
         {2, "sim"},
         [](World& world) {
-          const auto mail = mail_of_all(world);
+          const auto p2p = p2p_of_all(world);
           std::optional<HeldStream> held;
           if (world.rank() == 0) held.emplace(current(0));
           const at::Tensor x = at::ones({4}, at::TensorOptions(world.device())).add(1);
-          const auto transfer = world.rank() == 0 ? mail->send(1, activations(3), x)
-                                                  : mail->receive(0, activations(3), x);
+          const auto transfer = world.rank() == 0 ? p2p->send(1, activations(3), x)
+                                                  : p2p->receive(0, activations(3), x);
           transfer->wait();
           comm::barrier(world.control(), "posted");
           if (world.rank() == 1) comm::read_on_host(x, "loss");
@@ -311,10 +311,10 @@ TEST(DeviceMessages, OneThatDoesNotEndIsNamedInTime) {
 
 TEST(DeviceMessages, OfTensorsElsewhereAreRefused) {
   on_ranks({2, "sim"}, [](World& world) {
-    const auto mail = mail_of_all(world);
+    const auto p2p = p2p_of_all(world);
     for (const at::Device other : {at::Device(at::kCPU), device(1 - world.rank())}) {
       try {
-        mail->send(1 - world.rank(), activations(0), at::zeros({8}, at::TensorOptions(other)));
+        p2p->send(1 - world.rank(), activations(0), at::zeros({8}, at::TensorOptions(other)));
         ADD_FAILURE() << "taken from " << other;
       } catch (const Error& error) {
         EXPECT_THAT(error.what(), Says(concat("x.contiguous() on ", world.device())));
@@ -324,4 +324,4 @@ TEST(DeviceMessages, OfTensorsElsewhereAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::sim::mail_test
+}  // namespace tessera::sim::p2p_test

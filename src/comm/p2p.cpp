@@ -1,4 +1,4 @@
-#include "comm/mail.h"
+#include "comm/p2p.h"
 
 #include <ATen/record_function.h>
 
@@ -15,13 +15,13 @@
 namespace tessera::comm {
 namespace {
 
-bool is_forward(const MailTag& tag) { return tag.direction == MailTag::Direction::kForward; }
+bool is_forward(const P2PTag& tag) { return tag.direction == P2PTag::Direction::kForward; }
 
 /// As pipeline/slot_trace.h reads it: "1SEND_F3", "2RECV_F3". The stage is that of this end.
-std::string name_in_trace(const Letter& letter) {
-  const MailTag& tag = letter.tag;
+std::string name_in_trace(const P2POp& op) {
+  const P2PTag& tag = op.tag;
   const int receiver = tag.stage + (is_forward(tag) ? 1 : -1);
-  return concat(letter.sends() ? tag.stage : receiver, letter.sends() ? "SEND_" : "RECV_",
+  return concat(op.sends() ? tag.stage : receiver, op.sends() ? "SEND_" : "RECV_",
                 is_forward(tag) ? 'F' : 'B', tag.micro_batch);
 }
 
@@ -32,17 +32,17 @@ std::string name_in_trace(const Letter& letter) {
 class TracedMessage {
  public:
   /// Null where nobody looks.
-  static std::unique_ptr<TracedMessage> of(const Letter& letter) {
+  static std::unique_ptr<TracedMessage> of(const P2POp& op) {
     Trace* const trace = current_trace();
     if (trace == nullptr) return nullptr;
     auto traced = std::make_unique<TracedMessage>();
     traced->trace_ = trace->shared_from_this();
     traced->span_ = {TraceRow::kMessages,
-                     name_in_trace(letter),
+                     name_in_trace(op),
                      TraceClock::now(),
                      {},
-                     {{"tensor", std::int64_t{letter.tag.index}},
-                      {"bytes", static_cast<std::int64_t>(letter.tensor.nbytes())}}};
+                     {{"tensor", std::int64_t{op.tag.index}},
+                      {"bytes", static_cast<std::int64_t>(op.tensor.nbytes())}}};
     return traced;
   }
 
@@ -63,38 +63,38 @@ class TracedMessage {
   TraceSpan span_;
 };
 
-std::string to_string(const MailTag& tag) {
+std::string to_string(const P2PTag& tag) {
   return concat(is_forward(tag) ? "activations" : "gradients", " of stage ", tag.stage,
                 ", micro-batch ", tag.micro_batch, ", step ", tag.step,
                 tag.index == 0 ? "" : concat(", tensor ", tag.index));
 }
 
-int message_number(const MailTag& tag, const MailExtent& extent, std::uint64_t fingerprint) {
+int message_number(const P2PTag& tag, const P2PExtent& extent, std::uint64_t fingerprint) {
   constexpr int kBits = 31;
   const auto bits_below = [](std::int64_t end) {
     return static_cast<int>(std::bit_width(static_cast<std::uint64_t>(end - 1)));
   };
   const std::int64_t cell = std::int64_t{tag.stage} * extent.micro_batches + tag.micro_batch;
   const int cell_bits = bits_below(std::int64_t{extent.stages} * extent.micro_batches);
-  const int exact_bits = 1 + cell_bits + bits_below(MailExtent::kTensors);
+  const int exact_bits = 1 + cell_bits + bits_below(P2PExtent::kTensors);
   std::uint64_t exact = static_cast<std::uint64_t>(tag.direction);
   exact = exact << cell_bits | static_cast<std::uint64_t>(cell);
-  exact = exact * MailExtent::kTensors + static_cast<std::uint64_t>(tag.index);
+  exact = exact * P2PExtent::kTensors + static_cast<std::uint64_t>(tag.index);
   const int hash_bits = kBits - exact_bits;
   const std::uint64_t hash = fingerprint & ((std::uint64_t{1} << hash_bits) - 1);
   return static_cast<int>(exact << hash_bits | hash);
 }
 
-std::string to_string(const Letter& letter) {
-  const at::Tensor& tensor = letter.tensor;
-  return concat(
-      to_string(letter.tag), letter.sends() ? ", to rank " : ", from rank ", letter.peer_rank,
-      tensor.defined() ? concat(" (", tensor.sizes(), " ", c10::toString(tensor.scalar_type()), ")")
-                       : "");
+std::string to_string(const P2POp& op) {
+  const at::Tensor& tensor = op.tensor;
+  return concat(to_string(op.tag), op.sends() ? ", to rank " : ", from rank ", op.peer_rank,
+                tensor.defined()
+                    ? concat(" (", tensor.sizes(), " ", c10::toString(tensor.scalar_type()), ")")
+                    : "");
 }
 
-DeviceWork work_of(const Letter& letter, std::function<std::string()> error) {
-  Letter named = letter;
+DeviceWork work_of(const P2POp& op, std::function<std::string()> error) {
+  P2POp named = op;
   named.tensor.reset();
   // Of no rank for the failure watch: what is behind a device is on no rank's board, and whoever has
   // launched it may already wait for something else.
@@ -104,38 +104,38 @@ DeviceWork work_of(const Letter& letter, std::function<std::string()> error) {
           std::move(error)};
 }
 
-void come_behind(const Letter& letter, const Event& end, HostWaits* waits,
+void order_after(const P2POp& op, const Event& end, HostWaits* waits,
                  std::function<std::string()> error) {
   // As it is waited for and not as it is posted: a receive may be posted long before its sender has
   // something to send.
-  if (waits != nullptr) waits->waited_for(work_of(letter, std::move(error)), end);
-  end.block(Stream::current(letter.stream.device()), EventSite::kMailEnd);
+  if (waits != nullptr) waits->waited_for(work_of(op, std::move(error)), end);
+  end.block(Stream::current(op.stream.device()), EventSite::kP2PEnd);
 }
 
-void require_no_mail(const Mail* mail, const std::string& group) {
-  TESSERA_INVARIANT(mail == nullptr, "group ", group,
+void require_no_p2p(const P2P* p2p, const std::string& group) {
+  TESSERA_INVARIANT(p2p == nullptr, "group ", group,
                     ": found a collective, expected messages only");
 }
 
-LostRank lost_in_recovery(const Letter& letter) {
-  return LostRank(concat(to_string(letter), ": lost when the World was recovered"));
+LostRank lost_in_recovery(const P2POp& op) {
+  return LostRank(concat(to_string(op), ": lost when the World was recovered"));
 }
 
-std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
+std::string waited_in_vain(const P2POp& op, std::chrono::milliseconds time, int rank,
                            const Patience& patience) {
   const std::string works = patience.works_of({rank});
   return concat(
-      to_string(letter), ": waited ", in_seconds(time), " for rank ", rank,
+      to_string(op), ": waited ", in_seconds(time), " for rank ", rank,
       works.empty() ? "; it is stalled, or does not post its end of this message" : works);
 }
 
-Transfer::Transfer(const MailPlace& place, std::shared_ptr<Carried> carried)
+Transfer::Transfer(const P2PPlace& place, std::shared_ptr<PostedOp> carried)
     : abort_flag_(place.abort_flag), waits_(place.waits), carried_(std::move(carried)) {}
 
 Transfer::~Transfer() {
-  if (!carried_ || !carried_->letter().stream) return;
+  if (!carried_ || !carried_->op().stream) return;
   try {
-    carried_->let_go(Stream::current(carried_->letter().stream.device()));
+    carried_->let_go(Stream::current(carried_->op().stream.device()));
   } catch (...) {
     // An error is under way already: it was not waited for.
   }
@@ -147,8 +147,8 @@ void Transfer::wait() {
   try {
     if (carried_) {
       const Event end = carried_->finish();
-      const Letter& letter = carried_->letter();
-      if (letter.stream) come_behind(letter, end, waits_.get(), carried_->error());
+      const P2POp& op = carried_->op();
+      if (op.stream) order_after(op, end, waits_.get(), carried_->error());
       carried_.reset();
     }
   } catch (const LostRank& error) {
@@ -173,12 +173,12 @@ bool Transfer::done() {
   return true;
 }
 
-Mail::Mail(MailPlace place) : place_(std::move(place)) {}
+P2P::P2P(P2PPlace place) : place_(std::move(place)) {}
 
-Mail::~Mail() = default;
+P2P::~P2P() = default;
 
-std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, const MailTag& tag,
-                                                   at::Tensor tensor) {
+std::unique_ptr<Transfer> P2P::checked_and_posted(P2POp::End end, int peer, const P2PTag& tag,
+                                                  at::Tensor tensor) {
   TESSERA_INVARIANT(peer >= 0 && peer < size() && peer != rank(), to_string(tag), ": found index ",
                     peer, " for the other end, expected one below ", size(), " that is not ",
                     rank());
@@ -190,42 +190,42 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
                     place_.device);
   TESSERA_INVARIANT(tag.stage >= 0 && tag.stage < extent_.stages && tag.micro_batch >= 0 &&
                         tag.micro_batch < extent_.micro_batches && tag.index >= 0 &&
-                        tag.index < MailExtent::kTensors,
+                        tag.index < P2PExtent::kTensors,
                     to_string(tag),
                     ": found numbers beyond those of the step, expected fewer than ",
                     extent_.stages, " stages, ", extent_.micro_batches, " micro-batches and ",
-                    MailExtent::kTensors, " tensors");
-  Letter letter{end, tag, peer, place_.members[static_cast<std::size_t>(peer)], std::move(tensor)};
-  letter.extent = extent_;
-  if (place_.abort_flag && place_.abort_flag->is_set()) place_.abort_flag->raise(to_string(letter));
-  if (!place_.device.is_cpu()) put_on_stream(letter);
-  if (const auto hook = test_hooks::posts_message.get(); hook && !(*hook)(tag, letter.sends())) {
+                    P2PExtent::kTensors, " tensors");
+  P2POp op{end, tag, peer, place_.members[static_cast<std::size_t>(peer)], std::move(tensor)};
+  op.extent = extent_;
+  if (place_.abort_flag && place_.abort_flag->is_set()) place_.abort_flag->raise(to_string(op));
+  if (!place_.device.is_cpu()) put_on_stream(op);
+  if (const auto hook = test_hooks::posts_message.get(); hook && !(*hook)(tag, op.sends())) {
     return std::make_unique<Transfer>(place_, nullptr);
   }
-  auto traced = TracedMessage::of(letter);
-  auto transfer = post(std::move(letter));
+  auto traced = TracedMessage::of(op);
+  auto transfer = post(std::move(op));
   transfer->traced_ = std::move(traced);
   return transfer;
 }
 
-void Mail::put_on_stream(Letter& letter) {
-  Stream& stream = streams_[{letter.peer, letter.tag.direction, letter.end}];
+void P2P::put_on_stream(P2POp& op) {
+  Stream& stream = streams_[{op.peer, op.tag.direction, op.end}];
   if (!stream) stream = Stream::make(place_.device, StreamUse::kOtherRanks);
-  letter.stream = stream;
-  letter.posted.record(Stream::current(place_.device), EventSite::kMailPost);
+  op.stream = stream;
+  op.posted.record(Stream::current(place_.device), EventSite::kP2PPost);
 }
 
-std::unique_ptr<Transfer> Mail::send(int to, const MailTag& tag, const at::Tensor& tensor) {
-  return checked_and_posted(Letter::End::kSend, to, tag, tensor);
+std::unique_ptr<Transfer> P2P::send(int to, const P2PTag& tag, const at::Tensor& tensor) {
+  return checked_and_posted(P2POp::End::kSend, to, tag, tensor);
 }
 
-std::unique_ptr<Transfer> Mail::receive(int from, const MailTag& tag, at::Tensor into) {
-  return checked_and_posted(Letter::End::kReceive, from, tag, std::move(into));
+std::unique_ptr<Transfer> P2P::receive(int from, const P2PTag& tag, at::Tensor into) {
+  return checked_and_posted(P2POp::End::kReceive, from, tag, std::move(into));
 }
 
-std::shared_ptr<Mail> mail_of(World& world, const std::vector<int>& ranks) {
+std::shared_ptr<P2P> p2p_of(World& world, const std::vector<int>& ranks) {
   const auto group = world.group(ranks, kMessages);
-  return {group, &group->mail()};
+  return {group, &group->p2p()};
 }
 
 }  // namespace tessera::comm
