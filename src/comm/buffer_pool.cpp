@@ -208,7 +208,7 @@ GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtyp
 GatherBuffer::~GatherBuffer() {
   hide();
   try {
-    // Freed as it is, the allocator would not come behind those who use it.
+    // Freed as it is, the allocator would not be ordered after those who use it.
     if (memory_.defined() && !memory_.is_cpu()) pool_->recycle(std::move(memory_));
   } catch (const std::exception&) {
     // A device that no longer answers: its memory is lost with it.

@@ -91,7 +91,7 @@ class FreeBlocks {
   std::int64_t bytes_freed_ = 0;
 };
 
-/// Threads: one (the rank's own).
+/// Threads: one (the rank's thread).
 class BufferPool {
  public:
   explicit BufferPool(at::Device device)

@@ -8,9 +8,9 @@
 // order] of fsdp/agreed/order.h). Threads: a group is issued to from one thread only.
 //
 // [Note: groups on devices] A group of tensors on a device owns a stream, on which its collectives
-// run in the order of their issue; groups of the same ranks share it. issue() lets it come behind
+// run in the order of their issue; groups of the same ranks share it. issue() lets it be ordered after
 // the caller's current stream, so what was launched there before is what is sent; wait() lets the
-// caller's come behind the collective. Neither holds up the host: what is launched after wait()
+// caller's be ordered after the collective. Neither holds up the host: what is launched after wait()
 // reads the result. On the CPU, and in a group of one rank, there is no stream. Next: queue.h.
 #pragma once
 
@@ -114,7 +114,7 @@ class Group {
   }
   /// On which collectives run; empty: [Note: groups on devices].
   const Stream& stream() const { return stream_; }
-  /// For copies to the host: a stream that comes behind collectives waited for on it, and behind
+  /// For copies to the host: a stream that is ordered after collectives waited for on it, and behind
   /// nothing that is launched after their issue, here or on the caller's stream. Made by the first
   /// call; empty where stream() is. Threads: who issues.
   const Stream& host_reads();
@@ -127,7 +127,7 @@ class Group {
   void use_stream(const Stream& stream, std::shared_ptr<HostWaits> waits);
 
  protected:
-  /// issue(), where the stream is the current one and comes behind all that is sent.
+  /// issue(), where the stream is the current one and is ordered after all that is sent.
   virtual std::unique_ptr<Work> start(Batch batch) = 0;
   const std::shared_ptr<HostWaits>& host_waits() const { return host_waits_; }
 

@@ -130,7 +130,7 @@ at::Tensor uploaded(const at::Tensor& tensor, at::Device device);
 /// in errors: "gradient norm". Errors: as HostWaits::wait().
 std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what);
 at::Tensor read_on_host(const at::Tensor& tensor, std::string_view what);
-/// The same, copied on `stream` (empty: the caller's), which comes behind what made the tensors by
+/// The same, copied on `stream` (empty: the caller's), which is ordered after what made the tensors by
 /// the caller's events: the host does not wait for what else the caller has launched. The tensors
 /// live until it has returned.
 std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what,

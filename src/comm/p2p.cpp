@@ -31,7 +31,7 @@ std::string name_in_trace(const P2POp& op) {
 /// through. Made only while there is a trace.
 class TracedMessage {
  public:
-  /// Null where nobody looks.
+  /// Null where nothing is traced.
   static std::unique_ptr<TracedMessage> of(const P2POp& op) {
     Trace* const trace = current_trace();
     if (trace == nullptr) return nullptr;

@@ -7,12 +7,12 @@
 //
 // Posting never blocks. A send ends when its receive was posted (unbuffered, as Gloo is), so two
 // ranks that each wait for a send before they post a receive wait for ever: post receives first,
-// wait for sends last. Threads: the rank's own.
+// wait for sends last. Threads: the rank's thread.
 //
 // [Note: messages on devices] Tensors of a device travel on streams of their own, one for each other
-// rank, direction and end, so that no message waits for another one's ends. A message comes behind
+// rank, direction and end, so that no message waits for another one's ends. A message is ordered after
 // what was launched on both callers' streams before it was posted; wait() lets the caller's stream
-// come behind the message, and the host waits at most until both ends are posted. done() asks the
+// be ordered after the message, and the host waits at most until both ends are posted. done() asks the
 // device. Next: ../../docs/communication.md.
 #pragma once
 
@@ -153,7 +153,7 @@ class Transfer {
   const std::shared_ptr<AbortFlag> abort_flag_;
   const std::shared_ptr<HostWaits> waits_;
   std::shared_ptr<PostedOp> carried_;      // null: it is through
-  std::unique_ptr<TracedMessage> traced_;  // null: nobody looks, or it has ended
+  std::unique_ptr<TracedMessage> traced_;  // null: not traced, or it has ended
 };
 
 /// The rank and the group whose messages a P2P carries.
@@ -224,7 +224,7 @@ class P2P {
 
 /// As it is blamed for what does not go on. It owns what it needs, and not the op's tensor.
 DeviceWork work_of(const P2POp& op, std::function<std::string()> error = {});
-/// The calling thread's current stream comes behind the end of a op on a device; `waits`, which
+/// The calling thread's current stream is ordered after the end of a op on a device; `waits`, which
 /// may be null, is told.
 void order_after(const P2POp& op, const Event& end, HostWaits* waits,
                  std::function<std::string()> error = {});

@@ -26,7 +26,7 @@ namespace tessera::comm {
 /// while there is a trace.
 class TracedCollective {
  public:
-  /// On the submitting thread; null where nobody looks.
+  /// On the submitting thread; null where nothing is traced.
   static std::unique_ptr<TracedCollective> of(const Batch& batch, const Group& group);
 
   /// On the issuing thread, as the batch goes out.
@@ -127,7 +127,7 @@ struct Pending::State {
   std::exception_ptr failure;
   const std::shared_ptr<AbortFlag> abort_flag;
   const std::shared_ptr<AbortFlag> world_abort_flag;
-  std::unique_ptr<TracedCollective> traced;  // null: nobody looks
+  std::unique_ptr<TracedCollective> traced;  // null: not traced
 };
 
 namespace {

@@ -54,7 +54,7 @@ std::string_view to_string(EventSite site) {
     case EventSite::kP2PEnd:
       return "end of a message";
     case EventSite::kPoolBack:
-      return "block given back";
+      return "block returned to its pool";
     case EventSite::kPoolFree:
       return "block freed";
     case EventSite::kPoolMade:
@@ -64,7 +64,7 @@ std::string_view to_string(EventSite site) {
     case EventSite::kAccept:
       return "gradient added";
     case EventSite::kDeferred:
-      return "weight gradient put off";
+      return "deferred weight gradient";
     case EventSite::kReduced:
       return "reductions of a sum";
     case EventSite::kHostRead:
@@ -96,7 +96,7 @@ std::string shared_stream_warning(c10::Device device, StreamUse use, int made) {
   if (!device.is_cuda() || made != kStreamsOfCuda + 1) return "";
   return concat(
       "device ", device, ": found more than ", kStreamsOfCuda, " streams ",
-      use == StreamUse::kRank ? "of this rank's own work" : "of groups and messages between ranks",
+      use == StreamUse::kRank ? "of the rank's computation" : "of groups and messages between ranks",
       ", which is as many as libtorch has: the next ones are shared a second time, and what "
       "shares one waits for each other; expected fewer groups, or neighbours in a pipeline, "
       "in one process");

@@ -25,21 +25,21 @@ namespace tessera::comm {
 /// Why an event is there: each place where the library orders two streams. A test leaves out one
 /// after the other, and the simulated device has to find each (tests/sim).
 enum class EventSite : std::uint8_t {
-  kIssue,     ///< a group's stream comes behind the caller's, which made what is sent
-  kWorkEnd,   ///< the caller's stream comes behind the collective
+  kIssue,     ///< a group's stream is ordered after the caller's, which made what is sent
+  kWorkEnd,   ///< the caller's stream is ordered after the collective
   kPeers,     ///< ranks of one process: streams that read each other's memory
-  kP2PPost,   ///< the stream of a message comes behind what was launched before it was posted
-  kP2PEnd,    ///< the caller's stream comes behind the message
-  kPoolBack,  ///< who takes a block comes behind its last use
-  kPoolFree,  ///< the allocator's stream comes behind the last use of a block that is freed
-  kPoolMade,  ///< who takes a new block comes behind what its memory was before
+  kP2PPost,   ///< the stream of a message is ordered after what was launched before it was posted
+  kP2PEnd,    ///< the caller's stream is ordered after the message
+  kPoolBack,  ///< who takes a block is ordered after its last use
+  kPoolFree,  ///< the allocator's stream is ordered after the last use of a block that is freed
+  kPoolMade,  ///< who takes a new block is ordered after what its memory was before
   kGather,    ///< a second stream that uses gathered parameters, and who gives them back
   kAccept,    ///< gradients that several streams add: each behind the last one, and the reduction
   kDeferred,  ///< a weight gradient that is formed on another stream than it was put off on
-  kReduced,   ///< who reads a sum comes behind its reductions
-  kHostRead,  ///< the host comes behind the copy that it reads
-  kSnapshot,  ///< the copy of a checkpoint comes behind what it copies
-  kSnapshotEnd,  ///< who writes that next, and who writes the file, comes behind the copy
+  kReduced,   ///< who reads a sum is ordered after its reductions
+  kHostRead,  ///< the host is ordered after the copy that it reads
+  kSnapshot,  ///< the copy of a checkpoint is ordered after what it copies
+  kSnapshotEnd,  ///< who writes that next, and who writes the file, is ordered after the copy
 };
 std::string_view to_string(EventSite site);
 /// Which half of one: test_hooks::leaves_out_event.
@@ -109,7 +109,7 @@ class Event {
  public:
   /// Behind all that was launched on `stream` so far; nothing, of an empty one.
   void record(const Stream& stream, EventSite site);
-  /// What is launched on `stream` from now on comes behind the point. An empty stream does not wait.
+  /// What is launched on `stream` from now on is ordered after the point. An empty stream does not wait.
   void block(const Stream& stream, EventSite site) const {
     if (event_ != nullptr && stream) block_on(stream, site);
   }
@@ -122,7 +122,7 @@ class Event {
   std::shared_ptr<c10::Event> event_;
 };
 
-/// What is launched on `later` from now on comes behind what was launched on `earlier` so far.
+/// What is launched on `later` from now on is ordered after what was launched on `earlier` so far.
 /// Nothing, where they are one stream, or either is empty.
 inline void order(const Stream& earlier, const Stream& later, EventSite site) {
   if (!earlier || !later || earlier == later) return;
@@ -140,11 +140,11 @@ class Uses {
   void enter(const Stream& stream, EventSite site) {
     if (stream && !has(stream)) enter_new(stream, site);
   }
-  /// `stream` uses it, and comes behind the first one by itself.
+  /// `stream` uses it, and is ordered after the first one by itself.
   void note(const Stream& stream) {
     if (stream && !has(stream)) streams_.push_back(stream);
   }
-  /// `stream` comes behind all that use it, and is the first one from now on.
+  /// `stream` is ordered after all that use it, and is the first one from now on.
   void join(const Stream& stream, EventSite site);
   /// It is other memory now.
   void clear() { streams_.clear(); }

@@ -1,6 +1,6 @@
 // Backends: one row of a table (backends.def) and one folder each.
 //
-// A World asks its backend for groups, and tells it when they are to be opened anew or closed; what
+// A World asks its backend for groups, and tells it when they are to be opened again or closed; what
 // else it has (store, watch, queue) is the same under all. Next: group.h, what a backend implements.
 #pragma once
 
@@ -50,7 +50,7 @@ class Connections {
   virtual std::shared_ptr<Group> make_group(const GroupPlace& place) = 0;
   /// Errors: kUsage where groups cannot be opened again after a failure.
   virtual void require_recovery() const {}
-  /// After a failure: the next collective of each group opens it anew. Nothing may be under way.
+  /// After a failure: the next collective of each group opens it again. Nothing may be under way.
   virtual void reset(int /*epoch*/) {}
   /// Lets go of the groups that it has made.
   virtual void close() {}

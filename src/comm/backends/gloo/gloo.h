@@ -33,7 +33,7 @@ std::unique_ptr<Connections> open_gloo(const LaunchEnvironment& launch);
 /// ends only when nothing is ready).
 bool connects_when_used(std::string_view group_name);
 
-/// Opens one connection; may run on a thread that nobody waits for any more.
+/// Opens one connection; may run on a thread that no caller waits for any more.
 using PairOpening = std::function<c10::intrusive_ptr<c10d::Backend>()>;
 
 class GlooDevice;
@@ -72,7 +72,7 @@ class GlooDevice {
   GlooDevice& operator=(const GlooDevice&) = delete;
 
   /// Connects to all `size` ranks that share the store. Collective. Errors: LostRank where one does
-  /// not come, the store does not answer, or `aborted` says why nobody waits for it any more ("":
+  /// not come, the store does not answer, or `aborted` says why no caller waits for it any more ("":
   /// it does not): Gloo itself waits for a rank whose address it has, though that rank has given up.
   c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                             int size, std::chrono::milliseconds timeout,

@@ -218,7 +218,7 @@ class P2PPoll {
     try {
       if (one.work->wait(kNoEnd)) one.found = Polled::Found::kThrough;
     } catch (const std::exception&) {
-      one.found = Polled::Found::kBroken;  // the rank's own wait throws, too
+      one.found = Polled::Found::kBroken;  // the wait of the rank throws, too
     }
   }
 
@@ -240,7 +240,7 @@ class PostedOps {
   P2PPoll poll;
 };
 
-/// A message that was posted. Threads: the rank's own; what a watch asks of it, any.
+/// A message that was posted. Threads: the rank's thread; a watch may ask from any thread.
 class GlooPostedOp final : public PostedOp, private TransportWait {
  public:
   GlooPostedOp(std::shared_ptr<Channel> channel, std::shared_ptr<PostedOps> posted,

@@ -48,7 +48,7 @@ class Opening final : public Blocked {
 
 // [Note: connections] Two ranks of a group for messages connect when they first send something to
 // each other: these are relayed (relay.h), so a rank exchanges something with 2 log2 N others and
-// not with all. Each connection is a Gloo group of its two ranks, opened by a thread that nobody
+// not with all. Each connection is a Gloo group of its two ranks, opened by a thread that no caller
 // has to wait for: the other rank may never come. A wait for it is a wait like any other, with a
 // deadline, a name for the failure watch, and an end when the World is aborted. Collective: whom
 // one rank connects to, connects to it, since both are about to run the same collective. A direct
@@ -63,7 +63,7 @@ struct Attempt {
   std::future<Backend> opened;
 };
 
-/// The thread keeps alive what it uses, and ends by itself if nobody waits for it any more: also
+/// The thread keeps alive what it uses, and ends by itself if no caller waits for it any more: also
 /// after a recovery, since what it looks at is taken before it starts.
 Attempt attempt(int peer, const Channel& channel, int epoch) {
   std::packaged_task<Backend()> open(channel.options.open_pair(epoch, peer));

@@ -32,7 +32,7 @@ struct Rendezvous::Collective {
 
   /// Returns the batches that run.
   const std::vector<Batch>& sent() const { return staged.empty() ? batches : staged; }
-  /// The stream comes behind the collective of a member that lets go of it. Others may hold it for
+  /// The stream is ordered after the collective of a member that lets go of it. Others may hold it for
   /// longer: not that member's memory with it, which is free behind this point of the stream.
   void order_after(std::size_t member, const Stream& stream) {
     ends[member].block(stream, EventSite::kWorkEnd);
@@ -53,7 +53,7 @@ struct Rendezvous::SharedGroup {
 
 namespace {
 
-/// Each of the streams comes behind all that was launched on any of them.
+/// Each of the streams is ordered after all that was launched on any of them.
 void meet(const std::vector<Stream>& streams) {
   std::vector<Event> came(streams.size());
   for (std::size_t i = 0; i < streams.size(); ++i) came[i].record(streams[i], EventSite::kPeers);

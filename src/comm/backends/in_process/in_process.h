@@ -30,7 +30,7 @@ class Rendezvous {
   std::unique_ptr<Group> make_group(const GroupPlace& place);
   /// Ends all waits (after every rank's AbortFlag was marked).
   void wake_all();
-  /// Forgets everything under way; groups start to count anew. Nothing may be in a call.
+  /// Forgets everything under way; groups count from 0 again. Nothing may be in a call.
   void reset();
   /// Blocks until all `ranks` ranks called it. Errors: kComm after the timeout, or when a rank has
   /// left.

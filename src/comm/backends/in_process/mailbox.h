@@ -51,7 +51,7 @@ class Mailbox {
   Event wait_for(Message& message, const P2POp& op, std::chrono::milliseconds timeout,
                  const AbortFlag& abort_flag);
   std::optional<Event> poll(Message& message, const P2POp& op, const AbortFlag& abort_flag);
-  /// Nobody will wait for this end any more: `stream`, its caller's, comes behind the message all the
+  /// Nobody will wait for this end any more: `stream`, its caller's, is ordered after the message all the
   /// same, at once or as soon as it is launched, before the message lets go of the tensor.
   void let_go(Message& message, const P2POp& op, const Stream& stream);
   /// "; it has posted ...": what the other end of `message` waits with in its place.

@@ -56,7 +56,7 @@ class NcclWork final : public Work {
     }
   }
 
-  /// Makes the caller's stream wait; the host goes on.
+  /// Makes the caller's stream wait; the host continues.
   void wait() override {
     if (done_) return;
     launched_.abort_flag->check();
@@ -272,7 +272,7 @@ class NcclGroup final : public Group {
     } catch (const Error&) {
       throw;
     } catch (const c10::OutOfMemoryError&) {
-      throw;  // this rank's own, and told by its type
+      throw;  // the error of this rank; its type says so
     } catch (const std::exception& error) {
       throw LostRank(concat(log_->wait_for(*entry).text, ": ", one_line(error.what())));
     }
@@ -333,7 +333,7 @@ class NcclConnections final : public Connections {
     throw Error(
         ErrorKind::kUsage,
         "recover: found backend nccl, expected gloo or ranks that are threads: NCCL does not "
-        "connect its ranks anew; start the run again, from its last checkpoint");
+        "connect its ranks again; start the run again, from its last checkpoint");
   }
   void close() override {
     made_->close(patience_);

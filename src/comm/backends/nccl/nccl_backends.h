@@ -29,7 +29,7 @@ using NcclBackend = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 /// something is under way.
 std::string error_of(c10d::ProcessGroupNCCL& backend);
 
-/// Threads: the rank's own.
+/// Threads: the rank's thread.
 class NcclBackends {
  public:
   /// Connects nobody yet. `store` is for it alone. `own`: of the streams that c10d takes for each of

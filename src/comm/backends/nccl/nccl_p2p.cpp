@@ -110,7 +110,7 @@ class NcclP2P final : public P2P {
         place(), std::make_shared<Launched>(std::move(op), std::move(end), place(), backend));
   }
 
-  /// c10d carries it on a stream of its own, which comes behind the current one; that comes behind
+  /// c10d carries it on a stream of its own, which is ordered after the current one; that is ordered after
   /// it again.
   static void carry(c10d::ProcessGroupNCCL& backend, bool sends, int peer, at::Tensor tensor) {
     std::vector<at::Tensor> tensors{std::move(tensor)};
