@@ -53,7 +53,7 @@ struct UnitActivations {
 
 /// Of a whole forward.
 struct ForwardActivations {
-  std::int64_t beside = 0;  ///< from the first of these units' forwards to the last backward
+  std::int64_t outside = 0;  ///< from the first of these units' forwards to the last backward
   std::int64_t after = 0;   ///< of what comes behind all of them: there when forward has ended
   std::vector<UnitActivations> units = {};
   bool operator==(const ForwardActivations&) const = default;

@@ -16,7 +16,7 @@
 
 #include "base/first_derivative.h"
 #include "base/test_hooks.h"
-#include "capture/replay/apart.h"
+#include "capture/replay/helper_thread.h"
 #include "capture/replay/comparison.h"
 #include "capture/replay/inner_graph.h"
 #include "capture/replay/variants.h"

@@ -14,7 +14,7 @@
 
 #include "base/log.h"
 #include "base/threads/backward_pass.h"
-#include "capture/replay/apart.h"
+#include "capture/replay/helper_thread.h"
 #include "capture/replay/variants.h"
 #include "fsdp/handle.h"
 #include "fsdp/runtime/recompute_scopes.h"
