@@ -73,6 +73,8 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
 Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope)
     : options_(options), rope_(std::move(rope)) {
   if (options.projections == AttentionOptions::Projections::kFused) {
+    TESSERA_INVARIANT(options.gate == AttentionOptions::Gate::kNo,
+                      "a gate of attention whose projections are one matrix");
     add_fused_projections();
   } else {
     std::tie(q_proj_, k_proj_, v_proj_, o_proj_) =

@@ -59,7 +59,8 @@ struct AttentionOptions {
   /// q_proj gives a gate behind the query of each head, whose sigmoid multiplies what the head gives.
   enum class Gate : std::uint8_t { kNo, kYes } gate = Gate::kNo;
   std::optional<double> scale = std::nullopt;  ///< of scores; none = 1 / sqrt(head_dim)
-  /// q, k and v are rows of one matrix, "qkv_proj"; the ranks divide the key and value heads then.
+  /// q, k and v are rows of one matrix, "qkv_proj"; the ranks divide the key and value heads then,
+  /// and there is no gate.
   enum class Projections : std::uint8_t { kSeparate, kFused } projections = Projections::kSeparate;
 };
 
