@@ -65,7 +65,7 @@ Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : TextModel(spec,
   const auto no_rope =
       std::make_shared<nn::Rope>(nn::RopeOptions{.partial_rotary_factor = 0.0}, spec.head_dim);
   const auto rope_of = [&](std::int64_t number) {
-    if (!spec.has_rope(number)) return no_rope;
+    if (!traits(spec.family).rope || !spec.has_rope(number)) return no_rope;
     return spec.is_sliding(number) ? sliding_rope : rope;
   };
   add_layers(*model, "layers", [&](std::int64_t number) {

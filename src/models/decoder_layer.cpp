@@ -13,6 +13,7 @@
 #include "nn/attention/mla.h"
 #include "nn/state/delta_net.h"
 #include "nn/state/mamba.h"
+#include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
@@ -136,13 +137,16 @@ std::shared_ptr<nn::TokenMixer> make_mixer(const ModelSpec& spec, std::int64_t n
   return spec.mamba ? mamba(spec, sizes) : delta_net(spec, sizes);
 }
 
-bool has_one_part(const FamilyTraits& family) {
-  return family.norms == NormPlacement::kBeforeOnePart;
-}
-
 nn::Gate gate_of(const FamilyTraits& family) {
-  if (family.relu_squared_mlp) return nn::Gate::kNone;
-  return family.gelu_mlp ? nn::Gate::kGelu : nn::Gate::kSilu;
+  switch (family.mlp_activation) {
+    case MlpActivation::kSwiglu:
+      return nn::Gate::kSilu;
+    case MlpActivation::kGeglu:
+      return nn::Gate::kGelu;
+    case MlpActivation::kReluSquared:
+      return nn::Gate::kNone;
+  }
+  TESSERA_INVARIANT(false, "an MLP's activation without a gate's kind");
 }
 
 }  // namespace
@@ -156,7 +160,7 @@ std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::Tenso
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope)
     : number_(number), is_alone_(sizes.axes.tensor.size() == 1) {
-  const bool one_part = has_one_part(traits(spec.family));
+  const bool one_part = spec.has_one_part();
   if (!spec.sees_nothing(number)) {
     const char* name = spec.is_linear(number) ? "linear_attn" : "self_attn";
     mixer_ = register_module(one_part ? kOnePart : name,

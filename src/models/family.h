@@ -46,6 +46,13 @@ enum class NormPlacement : std::uint8_t {
   kBeforeOnePart,
 };
 
+/// Of the MLP of a layer.
+enum class MlpActivation : std::uint8_t {
+  kSwiglu,       ///< up times SiLU of a gate
+  kGeglu,        ///< up times GELU, in its tanh form, of a gate
+  kReluSquared,  ///< the square of relu of up: there is no gate
+};
+
 /// Names in files of a decoder's parts outside its layers.
 struct DecoderNames {
   std::string stem = "model";
@@ -142,10 +149,10 @@ struct FamilyTraits {
   bool attention_gate = false;
   /// Linear attention has one matrix for queries, keys and values, and one each for gates and
   /// rates.
-  bool separate_delta_projections = false;
-  bool output_bias = true;         ///< attention_bias holds for o_proj, too
-  bool gelu_mlp = false;           ///< the MLP's gate is GELU's tanh form, not SiLU
-  bool relu_squared_mlp = false;   ///< it has no gate
+  bool delta_projections_apart = false;
+  bool output_bias = true;  ///< attention_bias holds for o_proj, too
+  MlpActivation mlp_activation = MlpActivation::kSwiglu;
+  bool rope = true;                ///< attention turns queries and keys by their positions
   bool scaled_embedding = false;   ///< times sqrt(hidden_size), rounded to the embedding's dtype
   bool pads_embedding = true;      ///< the row of pad_token_id has no gradient
   bool learned_positions = false;  ///< there are no others than max_position_embeddings

@@ -255,7 +255,7 @@ RoutedExperts routed_experts(const ModelSpec& spec) {
   if (!spec.moe) return {};
   RoutedExperts routed{spec.moe->num_experts, spec.moe->experts_per_token, {}};
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    if (spec.moe->is_moe(i)) routed.layers.push_back(i);
+    if (spec.is_moe(i)) routed.layers.push_back(i);
   }
   return routed;
 }

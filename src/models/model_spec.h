@@ -51,8 +51,10 @@ struct ModelSpec {
   /// Nothing here drops anything: kept for who reads the folder that is written.
   double attention_dropout = 0.0;
   nn::RopeOptions rope = {};
-  std::vector<LayerType> layer_types = {};  ///< one a layer; empty = all full (and of Gemma 4)
-  std::int64_t sliding_window = 0;          ///< of sliding layers
+  /// One a layer; empty = all full (and of Gemma 4). The parts of Nemotron-H's layers are said here
+  /// alone.
+  std::vector<LayerType> layer_types = {};
+  std::int64_t sliding_window = 0;  ///< of sliding layers
   /// Their numbers, ascending, where that is no matter of layer_types (SmolLM3).
   std::vector<std::int64_t> layers_without_rope = {};
   std::optional<DType> dtype = {};  ///< storage dtype that the file names, if any
@@ -74,23 +76,22 @@ struct ModelSpec {
   std::optional<Gpt2Spec> gpt2 = {};        ///< of GPT-2, and of no other family
   std::optional<GraniteSpec> granite = {};  ///< of Granite, and of no other family
 
-  bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
-  bool is_sliding(std::int64_t layer) const {
-    return !layer_types.empty() &&
-           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kSliding;
+  /// Whether a layer is attention, a state or a feed-forward, and has no other part (Nemotron-H).
+  bool has_one_part() const { return mamba.has_value(); }
+  LayerType type_of(std::int64_t layer) const {
+    return layer_types.empty() ? LayerType::kFull : layer_types.at(static_cast<std::size_t>(layer));
   }
-  bool is_chunked(std::int64_t layer) const {
-    return !layer_types.empty() &&
-           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kChunked;
+  bool is_moe(std::int64_t layer) const {
+    if (has_one_part()) return type_of(layer) == LayerType::kExperts;
+    return moe && moe->is_moe(layer);
   }
-  bool is_linear(std::int64_t layer) const {
-    return !layer_types.empty() &&
-           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kLinear;
-  }
+  bool is_sliding(std::int64_t layer) const { return type_of(layer) == LayerType::kSliding; }
+  bool is_chunked(std::int64_t layer) const { return type_of(layer) == LayerType::kChunked; }
+  bool is_linear(std::int64_t layer) const { return type_of(layer) == LayerType::kLinear; }
   /// Whether the layer is a feed-forward alone.
   bool sees_nothing(std::int64_t layer) const {
-    return !layer_types.empty() &&
-           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kNone;
+    const LayerType type = type_of(layer);
+    return type == LayerType::kMlp || type == LayerType::kExperts;
   }
   bool has_rope(std::int64_t layer) const {
     return !std::ranges::binary_search(layers_without_rope, layer);

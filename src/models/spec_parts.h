@@ -14,13 +14,15 @@
 
 namespace tessera::models {
 
-/// How one layer sees the positions before.
+/// How one layer sees the positions before; of Nemotron-H, whose layers have one part each, that
+/// part.
 enum class LayerType : std::uint8_t {
   kSliding,  ///< query i sees key j where i - window < j <= i
   kChunked,  ///< query i sees key j where j <= i and both lie in one chunk of positions
   kFull,
-  kLinear,  ///< a state of fixed size that every position changes (nn/state/)
-  kNone,    ///< nothing: the layer is a feed-forward alone (Nemotron-H)
+  kLinear,   ///< a state of fixed size that every position changes (nn/state/)
+  kMlp,      ///< sees nothing: the layer is an MLP alone
+  kExperts,  ///< sees nothing: the layer is experts alone
 };
 
 // As transformers' `layer_types` spell them.

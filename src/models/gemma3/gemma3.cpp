@@ -168,7 +168,7 @@ const FamilyTraits& gemma3_traits() {
       .norm_adds_one = true,
       .norm_rounds_once = true,
       .qk_norm = true,
-      .gelu_mlp = true,
+      .mlp_activation = MlpActivation::kGeglu,
       .scaled_embedding = true,
   };
   return traits;

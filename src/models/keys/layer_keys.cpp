@@ -20,7 +20,8 @@ const char* word_of(LayerType type) {
       return kFullAttention;
     case LayerType::kLinear:
       return kLinearAttention;
-    case LayerType::kNone:
+    case LayerType::kMlp:
+    case LayerType::kExperts:
       break;
   }
   TESSERA_INVARIANT(false, "a type of layers without a name");

@@ -22,20 +22,17 @@
 namespace tessera::models {
 namespace {
 
-/// The part that a layer has.
-enum class LayerPart : std::uint8_t { kMamba, kExperts, kAttention, kMlp };
-
 struct LayerPartName {
-  LayerPart part;
+  LayerType part;
   char letter;               ///< in hybrid_override_pattern
   std::string_view word;     ///< in layers_block_type
   std::string_view earlier;  ///< there, in folders of older versions
 };
 constexpr LayerPartName kParts[] = {
-    {LayerPart::kMamba, 'M', "linear_attention", "mamba"},
-    {LayerPart::kExperts, 'E', "moe", "moe"},
-    {LayerPart::kAttention, '*', "full_attention", "attention"},
-    {LayerPart::kMlp, '-', "mlp", "mlp"},
+    {LayerType::kLinear, 'M', "linear_attention", "mamba"},
+    {LayerType::kExperts, 'E', "moe", "moe"},
+    {LayerType::kFull, '*', "full_attention", "attention"},
+    {LayerType::kMlp, '-', "mlp", "mlp"},
 };
 
 constexpr IntRange kMambaSize{1, 65536};
@@ -43,8 +40,8 @@ constexpr IntRange kMambaWidth{2, 64};
 constexpr IntRange kMambaChunk{1, 65536};
 constexpr NumberRange kLeastStep{0.0, 1.0};
 
-std::vector<LayerPart> parts_of_pattern(ConfigReader& keys, const std::string& pattern) {
-  std::vector<LayerPart> parts;
+std::vector<LayerType> parts_of_pattern(ConfigReader& keys, const std::string& pattern) {
+  std::vector<LayerType> parts;
   for (const char letter : pattern) {
     const auto* const name = std::ranges::find(kParts, letter, &LayerPartName::letter);
     if (name == std::end(kParts)) {
@@ -56,8 +53,8 @@ std::vector<LayerPart> parts_of_pattern(ConfigReader& keys, const std::string& p
   return parts;
 }
 
-std::vector<LayerPart> parts_of_words(ConfigReader& keys, const nlohmann::json& words) {
-  std::vector<LayerPart> parts;
+std::vector<LayerType> parts_of_words(ConfigReader& keys, const nlohmann::json& words) {
+  std::vector<LayerType> parts;
   const auto part_of_word = [](const nlohmann::json& word) {
     return std::ranges::find_if(kParts, [&](const LayerPartName& name) {
       return word == name.word || word == name.earlier;
@@ -76,13 +73,13 @@ std::vector<LayerPart> parts_of_words(ConfigReader& keys, const nlohmann::json& 
 }
 
 /// Errors: kConfig where the keys that say it are missing, or say different things.
-std::vector<LayerPart> read_part_keys(ConfigReader& keys) {
+std::vector<LayerType> read_part_keys(ConfigReader& keys) {
   const auto pattern = keys.word("hybrid_override_pattern");
   const nlohmann::json* words = keys.take("layers_block_type");
   if (!pattern && words == nullptr) {
     keys.refuse("hybrid_override_pattern", "a letter for each layer, or layers_block_type");
   }
-  std::vector<LayerPart> parts;
+  std::vector<LayerType> parts;
   const char* key = words == nullptr ? "hybrid_override_pattern" : "layers_block_type";
   if (pattern) parts = parts_of_pattern(keys, *pattern);
   if (words != nullptr) {
@@ -104,25 +101,13 @@ std::vector<LayerPart> read_part_keys(ConfigReader& keys) {
 }
 
 void read_layer_parts(ConfigReader& keys, ModelSpec& spec) {
-  const std::vector<LayerPart> parts = read_part_keys(keys);
-  spec.num_hidden_layers = std::ssize(parts);
-  for (std::int64_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
-    const LayerPart part = parts[static_cast<std::size_t>(layer)];
-    spec.layer_types.push_back(part == LayerPart::kMamba       ? LayerType::kLinear
-                               : part == LayerPart::kAttention ? LayerType::kFull
-                                                               : LayerType::kNone);
-    if (part != LayerPart::kExperts) spec.moe->mlp_only_layers.push_back(layer);
-    spec.layers_without_rope.push_back(layer);
-  }
+  spec.layer_types = read_part_keys(keys);
+  spec.num_hidden_layers = std::ssize(spec.layer_types);
 }
 
 std::string pattern_of(const ModelSpec& spec) {
   std::string pattern;
-  for (std::int64_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
-    const LayerPart part = spec.is_linear(layer)      ? LayerPart::kMamba
-                           : spec.is_moe(layer)       ? LayerPart::kExperts
-                           : spec.sees_nothing(layer) ? LayerPart::kMlp
-                                                      : LayerPart::kAttention;
+  for (const LayerType part : spec.layer_types) {
     pattern += std::ranges::find(kParts, part, &LayerPartName::part)->letter;
   }
   return pattern;
@@ -262,7 +247,8 @@ const FamilyTraits& nemotron_h_traits() {
                .strict_of_routers = true},
       .norms = NormPlacement::kBeforeOnePart,
       .norm_rounds_once = true,
-      .relu_squared_mlp = true,
+      .mlp_activation = MlpActivation::kReluSquared,
+      .rope = false,
       .pads_embedding = false,
   };
   return traits;

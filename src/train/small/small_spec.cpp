@@ -41,9 +41,8 @@ bool has_one_head(const ModelSpec& spec) {
 /// Returns what makes layers of a model different.
 auto kind_of(const ModelSpec& spec, std::int64_t layer) {
   const auto at = static_cast<std::size_t>(layer);
-  const auto type = spec.layer_types.empty() ? LayerType::kFull : spec.layer_types.at(at);
   const Gemma4Layer of_gemma = spec.gemma4 ? spec.gemma4->layers.at(at) : Gemma4Layer();
-  return std::tuple(type, spec.is_moe(layer), of_gemma.type, of_gemma.key_is_value,
+  return std::tuple(spec.type_of(layer), spec.is_moe(layer), of_gemma.type, of_gemma.key_is_value,
                     of_gemma.head_dim, of_gemma.num_key_value_heads);
 }
 
@@ -72,7 +71,8 @@ std::int64_t small_heads(std::int64_t heads, int tp) {
 
 void make_small(MoeSpec& moe, const ModelSpec& spec, const std::vector<std::int64_t>& chosen) {
   moe.mlp_only_layers.clear();
-  for (std::size_t i = 0; i < chosen.size(); ++i) {
+  // Where layers have one part, layer_types says which have experts.
+  for (std::size_t i = 0; i < chosen.size() && !spec.has_one_part(); ++i) {
     if (!spec.is_moe(chosen[i])) moe.mlp_only_layers.push_back(static_cast<std::int64_t>(i));
   }
   moe.first_dense_layers = 0;
@@ -162,9 +162,7 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
   small.num_hidden_layers = std::ssize(chosen);
   small.layer_types.clear();
   if (!spec.layer_types.empty()) {
-    for (const std::int64_t layer : chosen) {
-      small.layer_types.push_back(spec.layer_types.at(static_cast<std::size_t>(layer)));
-    }
+    for (const std::int64_t layer : chosen) small.layer_types.push_back(spec.type_of(layer));
   }
   const std::int64_t group =
       spec.num_attention_heads / std::max<std::int64_t>(1, spec.num_key_value_heads);

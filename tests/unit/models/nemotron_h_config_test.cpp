@@ -19,9 +19,13 @@ TEST(NemotronHConfig, SaysLayersOfOnePart) {
   const ModelSpec spec = kNemotron.spec();
   EXPECT_EQ(spec.family, Family::kNemotronH);
   using enum LayerType;
-  EXPECT_EQ(spec.layer_types, (std::vector{kLinear, kNone, kFull, kNone, kLinear}));
+  EXPECT_EQ(spec.layer_types, (std::vector{kLinear, kExperts, kFull, kMlp, kLinear}));
   EXPECT_EQ(routed_experts(spec).layers, std::vector<std::int64_t>{1});
-  EXPECT_FALSE(spec.has_rope(2));
+  EXPECT_TRUE(spec.layers_without_rope.empty());
+  for (std::int64_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
+    EXPECT_EQ(spec.is_moe(layer), layer == 1) << layer;
+    EXPECT_EQ(spec.sees_nothing(layer), layer == 1 || layer == 3) << layer;
+  }
   EXPECT_EQ(spec.rms_norm_eps, 1e-5);
   EXPECT_EQ(spec.mamba, (MambaSpec{.mamba_num_heads = 4,
                                    .mamba_head_dim = 12,
@@ -37,8 +41,7 @@ TEST(NemotronHConfig, SaysLayersOfOnePart) {
                                .router_dtype = RouterDtype::kFloat32,
                                .norm_topk_prob = true,
                                .routed_scaling_factor = 2.5,
-                               .activation = ExpertActivation::kReluSquared,
-                               .mlp_only_layers = {0, 2, 3, 4}}));
+                               .activation = ExpertActivation::kReluSquared}));
 }
 
 TEST(NemotronHConfig, BothSpellingsSayTheSame) {
