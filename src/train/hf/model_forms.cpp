@@ -31,9 +31,16 @@ FileForms file_forms(const std::vector<models::ParameterSpec>& table) {
 
 namespace {
 
+/// Whether a weight of two dims has one row or one column, as the gate of shared experts: there is
+/// nothing in it to orthogonalize.
+bool is_vector(const models::ParameterSpec& parameter) {
+  return parameter.shape.size() == 2 && (parameter.shape[0] == 1 || parameter.shape[1] == 1);
+}
+
 bool is_hidden(const models::ParameterSpec& parameter) {
-  return parameter.decay == models::DecayClass::kMatrix && parameter.layer &&
-         parameter.part != models::ModelPart::kRouter && parameter.tied_to.empty();
+  return !is_vector(parameter) && parameter.decay == models::DecayClass::kMatrix &&
+         parameter.layer && parameter.part != models::ModelPart::kRouter &&
+         parameter.tied_to.empty();
 }
 
 bool is_fused(const models::ParameterSpec& parameter) {

@@ -20,7 +20,8 @@ FileForms file_forms(const std::vector<models::ParameterSpec>& table);
 
 /// The hidden matrices of the text's layers, adapters among them: each matrix as files have it,
 /// each expert's, and each matrix of a fused weight, except for the weights named in `as_one`.
-/// Without embedding, head, router, norms, biases and the vision tower.
+/// Without embedding, head, router, vectors (one row or one column), norms, biases and the vision
+/// tower.
 fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& table,
                                   const std::vector<std::string>& as_one = {});
 

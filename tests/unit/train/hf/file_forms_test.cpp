@@ -55,7 +55,7 @@ TEST(FileForms, AStackedParameterIsItsTensorsAndAnyOtherOneOfItsName) {
 }
 
 // What Muon takes whole: each matrix of a layer as files have it, each expert's by itself.
-TEST(HiddenMatrices, AreThoseOfLayersButRoutersNormsAndBiases) {
+TEST(HiddenMatrices, AreThoseOfLayersButRoutersVectorsNormsAndBiases) {
   using models::DecayClass;
   std::vector<models::ParameterSpec> table{
       {.name = "model.embed_tokens.weight", .shape = {9, 4}, .decay = DecayClass::kEmbedding},
@@ -63,13 +63,16 @@ TEST(HiddenMatrices, AreThoseOfLayersButRoutersNormsAndBiases) {
       {.name = "q_proj.bias", .shape = {6}, .decay = DecayClass::kBias, .layer = 0},
       {.name = "norm.weight", .shape = {4}, .decay = DecayClass::kNorm, .layer = 0},
       {.name = "gate.weight", .shape = {3, 4}, .part = models::ModelPart::kRouter, .layer = 0},
+      {.name = "shared_expert_gate.weight", .shape = {1, 4}, .layer = 0},
+      {.name = "q_proj.lora_B.weight", .shape = {6, 1}, .layer = 0},
       {.name = "down_proj", .shape = {3, 4, 2}, .layer = 0},
+      {.name = "experts_of_one", .shape = {1, 4, 2}, .layer = 0},
       {.name = "down_proj_bias", .shape = {3, 4}, .decay = DecayClass::kBias, .layer = 0},
       {.name = "lm_head.weight", .shape = {9, 4}}};
   table.push_back(experts(3));
   table.back().layer = 0;
   const auto found = hidden_matrices(table);
-  ASSERT_EQ(found.size(), 3U);
+  ASSERT_EQ(found.size(), 4U);
   const auto expect = [&](const std::string& name, std::int64_t count, std::int64_t rows,
                           std::int64_t columns) {
     EXPECT_EQ(found.at(name).count, count) << name;
@@ -77,6 +80,7 @@ TEST(HiddenMatrices, AreThoseOfLayersButRoutersNormsAndBiases) {
   };
   expect("q_proj.weight", 1, 6, 4);
   expect("down_proj", 3, 4, 2);
+  expect("experts_of_one", 1, 4, 2);
   expect(table.back().name, 6, 3, 4);
 }
 
