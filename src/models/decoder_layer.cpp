@@ -94,6 +94,8 @@ std::shared_ptr<nn::TokenMixer> delta_net(const ModelSpec& spec, const LocalSize
 
 std::shared_ptr<nn::TokenMixer> mamba(const ModelSpec& spec, const LocalSizes& sizes) {
   const MambaSpec& mamba = *spec.mamba;
+  const auto layers = mamba.rescale_prenorm_residual ? std::optional(spec.num_hidden_layers)
+                                                     : std::optional<std::int64_t>();
   return std::make_shared<nn::Mamba>(
       nn::MambaOptions{.hidden_size = spec.hidden_size,
                        .heads = sizes.mamba_heads,
@@ -104,6 +106,10 @@ std::shared_ptr<nn::TokenMixer> mamba(const ModelSpec& spec, const LocalSizes& s
                        .conv_bias = mamba.use_conv_bias ? nn::Bias::kYes : nn::Bias::kNo,
                        .chunk = mamba.chunk_size,
                        .least_step = mamba.time_step_min,
+                       .first_steps = {.least = mamba.time_step_min,
+                                       .most = mamba.time_step_max,
+                                       .floor = mamba.time_step_floor},
+                       .scaled_by_layers = layers,
                        .norm_eps = spec.rms_norm_eps,
                        .region = sizes.axes.tensor});
 }

@@ -74,8 +74,9 @@ class Reader {
     row.init = declared.init;
     if (row.init == InitKind::kNormal) row.init_std = model_.spec().initializer_range;
     if (row.init == InitKind::kUniform) {
-      row.init_std = 1.0 / std::sqrt(static_cast<double>(row.shape.back()));
+      row.init_std = declared.init_scale / std::sqrt(static_cast<double>(row.shape.back()));
     }
+    row.steps = declared.steps;
     row.decay = declared.decay;
     row.fused = declared.fused;
     if (!part_begins_.empty() && row.name.starts_with(part_begins_)) row.part = part_;

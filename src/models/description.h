@@ -47,7 +47,8 @@ struct ParameterSpec {
   std::string name;                      ///< Hugging Face's
   std::vector<std::int64_t> shape = {};  ///< global
   InitKind init = InitKind::kNormal;
-  double init_std = 0.0;  ///< of kNormal (mean 0); of kUniform half the range around 0
+  double init_std = 0.0;     ///< of kNormal (mean 0); of kUniform half the range around 0
+  nn::StepRange steps = {};  ///< of kInverseSoftplus
   DecayClass decay = DecayClass::kMatrix;
   /// Name of the parameter whose storage this one shares, else empty.
   std::string tied_to = {};

@@ -80,6 +80,11 @@ struct MambaSpec {
   std::int64_t chunk_size = 128;
   bool use_conv_bias = true;
   double time_step_min = 0.001;  ///< the least step of a state
+  // Of initial values: first steps lie from time_step_min to time_step_max, and are at least
+  // time_step_floor; out_proj is narrower the more layers there are.
+  double time_step_max = 0.1;
+  double time_step_floor = 1e-4;
+  bool rescale_prenorm_residual = true;
 
   std::int64_t inner_size() const { return mamba_num_heads * mamba_head_dim; }
   bool operator==(const MambaSpec&) const = default;

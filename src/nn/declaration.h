@@ -22,7 +22,16 @@ enum class InitKind : std::uint8_t {
   kUniform,  ///< within 1 / sqrt(inputs) of 0, inputs being the last dim of the whole parameter
   kLogOfUniform,     ///< the logarithm of a number from 0.01 to 16
   kLogOfNumber,      ///< the logarithms of 1, 2, 3 and so on
-  kInverseSoftplus,  ///< its softplus is of 0.001 to 0.1, uniform in the logarithm
+  kInverseSoftplus,  ///< its softplus is a step (StepRange)
+};
+
+/// The first steps of a state: uniform in the logarithm from `least` to `most`, and at least
+/// `floor`.
+struct StepRange {
+  double least = 0.001;
+  double most = 0.1;
+  double floor = 1e-4;
+  bool operator==(const StepRange&) const = default;
 };
 
 /// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.
@@ -37,6 +46,8 @@ enum class DecayClass : std::uint8_t {
 struct Declaration {
   ParameterLayout layout = {};  ///< beyond the data axes
   InitKind init = InitKind::kNormal;
+  double init_scale = 1.0;  ///< times what kUniform draws
+  StepRange steps = {};     ///< of kInverseSoftplus
   DecayClass decay = DecayClass::kMatrix;
   /// Where files hold a tensor for each index of dim 0 and each of these parts, which share dim 1
   /// equally: their names behind the module's own ("gate_proj.weight": "...experts.7.gate_proj

@@ -46,6 +46,12 @@ class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
   ParameterLayout layout_of(const std::string& parameter) const override {
     return declaration_of(parameter).layout;
   }
+  /// Other values to begin with; `scale`: Declaration::init_scale.
+  void begin_with(const std::string& parameter, InitKind init, double scale = 1.0) {
+    Declaration& declaration = declarations_[parameter];
+    declaration.init = init;
+    declaration.init_scale = scale;
+  }
   /// `parameter` as layout_of has it.
   Declaration declaration_of(const std::string& parameter) const {
     const auto found = declarations_.find(parameter);
@@ -62,10 +68,6 @@ class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
   /// Another placement than the one that it was registered with.
   void declare(const std::string& parameter, ParameterLayout layout) {
     declarations_[parameter].layout = std::move(layout);
-  }
-  /// Other values to begin with.
-  void begin_with(const std::string& parameter, InitKind init) {
-    declarations_[parameter].init = init;
   }
 
  private:

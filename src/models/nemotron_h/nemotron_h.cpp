@@ -39,6 +39,8 @@ constexpr IntRange kMambaSize{1, 65536};
 constexpr IntRange kMambaWidth{2, 64};
 constexpr IntRange kMambaChunk{1, 65536};
 constexpr NumberRange kLeastStep{0.0, 1.0};
+constexpr NumberRange kMostStep{1e-30, 64.0};
+constexpr NumberRange kStepFloor{0.0, 64.0};
 
 std::vector<LayerType> parts_of_pattern(ConfigReader& keys, const std::string& pattern) {
   std::vector<LayerType> parts;
@@ -135,6 +137,9 @@ void read_nemotron_h(ConfigReader& keys, ModelSpec& spec) {
   if (mamba.mamba_num_heads % mamba.n_groups != 0) {
     keys.refuse("n_groups", concat("a divisor of mamba_num_heads = ", mamba.mamba_num_heads));
   }
+  if (mamba.time_step_min == 0.0 && mamba.time_step_floor == 0.0) {
+    keys.refuse("time_step_floor", "above 0, where time_step_min is 0");
+  }
   check_routed_experts(keys, spec);
 }
 
@@ -152,7 +157,9 @@ KeyRows mamba_rows() {
       row("ssm_state_size", &MambaSpec::ssm_state_size, kMambaSize),
       {"time_step_limit", read_step_limit},
       row("time_step_min", &MambaSpec::time_step_min, kLeastStep),
-      ignored({"time_step_floor", "time_step_max"}),  // of initial values
+      row("time_step_max", &MambaSpec::time_step_max, kMostStep),
+      row("time_step_floor", &MambaSpec::time_step_floor, kStepFloor),
+      row("rescale_prenorm_residual", &MambaSpec::rescale_prenorm_residual),
       only("use_bias", false, kNoBiases),
       row("use_conv_bias", &MambaSpec::use_conv_bias),
       ignored({"use_mamba_kernels"}),
@@ -187,7 +194,7 @@ KeyRows nemotron_rows() {
       row("layer_norm_epsilon", &ModelSpec::rms_norm_eps, kEps),
       always("mlp_hidden_act", "relu2", "the activation of the MLP"),
       written("num_hidden_layers", &ModelSpec::num_hidden_layers),
-      ignored({"num_logits_to_keep", "rescale_prenorm_residual"}),
+      ignored({"num_logits_to_keep"}),
       written("pad_token_id", &ModelSpec::pad_token_id),  // an absent one is not null
       only("residual_in_fp32", false, "the stream has the dtype of its layers"),
       only("tie_word_embeddings", false, "the head of this family has a matrix of its own"),

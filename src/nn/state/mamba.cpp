@@ -3,6 +3,8 @@
 #include <ATen/ops/softplus.h>
 #include <c10/core/GradMode.h>
 
+#include <cmath>
+#include <utility>
 #include <vector>
 
 #include "grad/region.h"
@@ -22,7 +24,9 @@ Mamba::Mamba(const MambaOptions& options) : options_(options) {
   const auto of_heads = [&](const char* name, InitKind init) {
     return add_parameter(name, {options.heads}, bias_of_layer(region.column(), init));
   };
-  dt_bias_ = of_heads("dt_bias", InitKind::kInverseSoftplus);
+  Declaration biases = bias_of_layer(region.column(), InitKind::kInverseSoftplus);
+  biases.steps = options.first_steps;
+  dt_bias_ = add_parameter("dt_bias", {options.heads}, std::move(biases));
   a_log_ = of_heads("A_log", InitKind::kLogOfNumber);
   d_ = of_heads("D", InitKind::kOnes);
   conv1d_ = register_module(
@@ -38,6 +42,10 @@ Mamba::Mamba(const MambaOptions& options) : options_(options) {
   out_proj_ = register_module(
       "out_proj",
       std::make_shared<Linear>(inner, options.hidden_size, Bias::kNo, row_parallel(region)));
+  if (options.scaled_by_layers) {
+    const auto layers = static_cast<double>(*options.scaled_by_layers);
+    out_proj_->begin_with("weight", InitKind::kUniform, 1.0 / std::sqrt(layers));
+  }
 }
 
 Mamba::Projected Mamba::project(const at::Tensor& x) const {

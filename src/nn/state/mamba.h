@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "nn/linear.h"
 #include "nn/state/conv1d.h"
@@ -38,6 +39,10 @@ struct MambaOptions {
   Bias conv_bias = Bias::kYes;
   std::int64_t chunk = 0;
   double least_step = 0.0;  ///< of dt
+  StepRange first_steps = {};
+  /// out_proj begins uniform within 1 / sqrt(inputs * this), in a model of so many layers; none: as
+  /// other matrices.
+  std::optional<std::int64_t> scaled_by_layers = std::nullopt;
   double norm_eps = 0.0;
   TensorRegion region = {};
 };

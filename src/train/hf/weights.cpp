@@ -300,9 +300,25 @@ struct Drawn {
   const std::string& name;
 };
 
-/// `range`: ParameterSpec::init_std.
-void draw(models::InitKind init, float range, const Drawn& of) {
+/// Draws values whose softplus is a step.
+void draw_steps(const nn::StepRange& steps, const Drawn& of) {
+  // A least step of 0 has no logarithm: steps begin at the floor.
+  const double least = steps.least > 0.0 ? steps.least : steps.floor;
+  const float low = std::log(static_cast<float>(least));
+  const float high = std::log(static_cast<float>(steps.most));
+  fill_uniform(of.out, of.begin, of.end, of.seed, of.name, std::min(low, high),
+               std::max(low, high));
+  const auto floor = static_cast<float>(steps.floor);
+  for (float& value : std::span(of.out, static_cast<std::size_t>(of.end - of.begin))) {
+    // log(exp(y) - 1) of a step y, without its cancellation.
+    value = std::log(std::expm1(std::max(std::exp(value), floor)));
+  }
+}
+
+void draw(const models::ParameterSpec& spec, const Drawn& of) {
   using enum models::InitKind;
+  const models::InitKind init = spec.init;
+  const auto range = static_cast<float>(spec.init_std);
   const auto [out, begin, end, seed, name] = of;
   const std::span<float> values(out, static_cast<std::size_t>(end - begin));
   switch (init) {
@@ -326,9 +342,7 @@ void draw(models::InitKind init, float range, const Drawn& of) {
       }
       break;
     case kInverseSoftplus:
-      fill_uniform(out, begin, end, seed, name, std::log(0.001F), std::log(0.1F));
-      // log(exp(y) - 1) of y = exp(value), without its cancellation.
-      for (float& value : values) value = std::log(std::expm1(std::exp(value)));
+      draw_steps(spec.steps, of);
       break;
   }
 }
@@ -349,9 +363,8 @@ void draw_weights(const ShardedBase& model, const std::vector<models::ParameterS
       view.shard.detach().fill_(spec->init == models::InitKind::kOnes ? 1.0 : 0.0);
       continue;
     }
-    const auto range = static_cast<float>(spec->init_std);
     const auto fill = [&](float* out, std::int64_t begin, std::int64_t end) {
-      draw(spec->init, range, {out, begin, end, seed, name});
+      draw(*spec, {out, begin, end, seed, name});
     };
     const layout::FileShape own = as_one_tensor(*view.contract);
     in_chunks(view, own, progress, [&](const at::Tensor& part, const layout::Piece& piece) {

@@ -56,6 +56,8 @@ TEST(NemotronHConfig, WhatIsWrittenIsReadAsTheSame) {
   kNemotron.expect_kept({json::object(),
                          {{"hybrid_override_pattern", "M-*"}, {"num_hidden_layers", 3}},
                          {{"n_groups", 1}, {"use_conv_bias", false}, {"time_step_min", 0.0}},
+                         {{"time_step_max", 0.5}, {"time_step_floor", 0.01}},
+                         {{"rescale_prenorm_residual", false}},
                          {{"rope_theta", 5e5}, {"partial_rotary_factor", 0.5}},
                          {{"pad_token_id", nullptr}, {"norm_topk_prob", false}}});
 }
@@ -94,6 +96,19 @@ TEST(NemotronHConfig, WhatIsNotComputedIsRefused) {
                             {"n_groups", 3, "n_groups: found 3, expected a divisor of"},
                             {"n_group", 3},
                             {"first_k_dense_replace", 1}});
+}
+
+TEST(NemotronHConfig, SaysInitialValues) {
+  const auto found = [](const json& keys) { return *kNemotron.spec(keys).mamba; };
+  EXPECT_EQ(found({{"time_step_max", 0.5}}).time_step_max, 0.5);
+  EXPECT_EQ(found({{"time_step_floor", 0.01}}).time_step_floor, 0.01);
+  EXPECT_FALSE(found({{"rescale_prenorm_residual", false}}).rescale_prenorm_residual);
+  const ModelSpec absent =
+      kNemotron.spec_without({"time_step_max", "time_step_floor", "rescale_prenorm_residual"});
+  EXPECT_EQ(absent, kNemotron.spec());
+  kNemotron.expect_refused({{"time_step_max", 0.0}, {"time_step_floor", -1.0}});
+  EXPECT_THAT(kNemotron.refusal({{"time_step_min", 0.0}, {"time_step_floor", 0.0}}),
+              Says("time_step_floor: found 0"));
 }
 
 TEST(NemotronHConfig, TensorParallelDegreesDivideTheGroups) {
