@@ -173,6 +173,8 @@ void Pending::wait() {
   try {
     if (state_->failure) std::rethrow_exception(state_->failure);
     if (!state_->work) return;
+    // Finished or not: once a rank has left the common order, what arrived may be of another of its
+    // collectives.
     state_->abort_flag->check();
     state_->work->wait();
   } catch (const LostRank& error) {

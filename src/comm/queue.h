@@ -60,7 +60,8 @@ class IssueQueue {
   /// In a child of fork() submit() throws kUsage.
   void belong_to_this_process();
 
-  /// After this every submit and every wait throws `why` (as kComm). [Note: failure].
+  /// After this every submit and every wait throws `why` (as kComm), the wait for a collective that
+  /// was finished before as well. [Note: failure].
   void abort(const std::string& why);
   /// Drops what was never issued and accepts again.
   void recover();

@@ -136,6 +136,20 @@ TEST(IssueQueue, AbortDropsWhatWasNotIssued) {
   EXPECT_THAT(group.issued, Not(Contains(1U)));
 }
 
+// Naive: finished work wins, whose data may be those of another collective.
+TEST(IssueQueue, AnAbortEndsTheWaitForFinishedWorkToo) {
+  RecordingGroup group;
+  IssueQueue queue;
+  auto waited = queue.submit(group, labelled(0));
+  auto finished = queue.submit(group, labelled(1));
+  waited.wait();
+  queue.drain();
+  ASSERT_EQ(group.issued, (std::vector<std::uint32_t>{0, 1}));
+  queue.abort("enough");
+  EXPECT_THROW(finished.wait(), LostRank);
+  EXPECT_NO_THROW(waited.wait()) << "its wait has ended already";
+}
+
 // [Note: disagreements]. Naive: the queue's thread has thrown the error, so the program knows.
 TEST(IssueQueue, AnAbortThatItsThreadMeetsIsAcknowledgedOnceTheProgramGetsTheError) {
   RecordingGroup group;
