@@ -55,14 +55,11 @@ RopeTable table_of(const Documents& documents, const RopeTable& whole) {
 
 RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x) {
   const std::int64_t positions = x.size(1);
-  const RopeTable whole = rope.table(positions, x.scalar_type(), x.device());
   const auto longest_short = longest_short_row(rope.options());
   if (!documents.are_packed() || positions <= longest_short.value_or(positions)) {
-    return table_of(documents, whole);
+    return table_of(documents, rope.table(positions, x.scalar_type(), x.device()));
   }
-  // The table of short rows first, behind it that of long ones.
-  const RopeTable brief = rope.table(*longest_short, x.scalar_type(), x.device());
-  const RopeTable both{at::cat({brief.cos, whole.cos}), at::cat({brief.sin, whole.sin})};
+  const RopeTable both = rope.short_and_long_table(positions, x.scalar_type(), x.device());
   const at::Tensor& starts = documents.starts;
   const at::Tensor lengths =
       at::zeros_like(starts).scatter_add(1, starts, at::ones_like(starts)).gather(1, starts);

@@ -138,6 +138,14 @@ at::Tensor scaled(const at::Tensor& x, const RopeOptions& options, std::int64_t 
   return at::cat({x.narrow(1, 0, pairs) * factor, x.narrow(1, pairs, x.size(1) - pairs)}, 1);
 }
 
+std::int64_t key_of(at::Device device) {
+  return (static_cast<std::int64_t>(device.type()) << 16) + device.index();
+}
+
+RopeTable first_rows(const RopeTable& table, std::int64_t rows) {
+  return {table.cos.narrow(0, 0, rows), table.sin.narrow(0, 0, rows)};
+}
+
 }  // namespace
 
 at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim,
@@ -177,8 +185,7 @@ RopeTable Rope::table(std::int64_t positions, std::int64_t length, at::ScalarTyp
                       at::Device device) {
   const bool is_long = length > longest_short_row(options_).value_or(length);
   Tables& tables = is_long ? long_ : short_;
-  const std::int64_t place = (static_cast<std::int64_t>(device.type()) << 16) + device.index();
-  RopeTable& kept = tables.by_place[{dtype, place}];
+  RopeTable& kept = tables.by_place[{dtype, key_of(device)}];
   if (!kept.cos.defined() || kept.cos.size(0) < positions) {
     if (!tables.frequencies.defined()) {
       tables.frequencies = inverse_frequencies(options_, head_dim_, length);
@@ -189,7 +196,19 @@ RopeTable Rope::table(std::int64_t positions, std::int64_t length, at::ScalarTyp
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }
-  return {kept.cos.narrow(0, 0, positions), kept.sin.narrow(0, 0, positions)};
+  return first_rows(kept, positions);
+}
+
+RopeTable Rope::short_and_long_table(std::int64_t positions, at::ScalarType dtype,
+                                     at::Device device) {
+  const std::int64_t longest_short = longest_short_row(options_).value();
+  RopeTable& kept = both_[{dtype, key_of(device)}];
+  if (!kept.cos.defined() || kept.cos.size(0) < longest_short + positions) {
+    const RopeTable brief = table(longest_short, dtype, device);
+    const RopeTable whole = table(positions, dtype, device);
+    kept = {at::cat({brief.cos, whole.cos}), at::cat({brief.sin, whole.sin})};
+  }
+  return first_rows(kept, longest_short + positions);
 }
 
 at::Tensor pairs_of_part(const at::Tensor& x, std::int64_t heads, std::int64_t turned) {

@@ -43,16 +43,21 @@ class Rope {
   /// The same of the first `positions` of a row of `length`, or of a text that has come so far.
   RopeTable table(std::int64_t positions, std::int64_t length, at::ScalarType dtype,
                   at::Device device);
+  /// The table of the longest row that is short (longest_short_row), behind it that of `positions` of
+  /// longer rows.
+  RopeTable short_and_long_table(std::int64_t positions, at::ScalarType dtype, at::Device device);
   const RopeOptions& options() const { return options_; }
 
  private:
+  using ByPlace = std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable>;
   struct Tables {
     at::Tensor frequencies;  // made with the first one: a model that is only described needs none
-    std::map<std::pair<at::ScalarType, std::int64_t>, RopeTable> by_place;
+    ByPlace by_place;
   };
   RopeOptions options_;
   std::int64_t head_dim_;
   Tables short_, long_;  // the second where rows differ (longest_short_row)
+  ByPlace both_;         // of short_and_long_table
 };
 
 /// The norm of each head in front of rope (Qwen3), if the weight is defined.
