@@ -14,6 +14,13 @@ inline std::string file_text(const std::string& folder, const std::string& file)
   return read_file(std::filesystem::path(TESSERA_TEST_DATA) / folder / file);
 }
 
+/// What config.json of a folder says; a failure where config.hub.json says something else.
+inline ModelSpec spec_in_both_spellings(const std::string& folder) {
+  const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+  EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec) << folder;
+  return spec;
+}
+
 /// In the hub's spelling, in which one folder has a word that is no JSON.
 inline nlohmann::json hub_config(const std::string& folder) {
   return nlohmann::json::parse(spell_bare_infinity(file_text(folder, "config.hub.json")));

@@ -32,8 +32,7 @@ nlohmann::json whole() {
 
 TEST(Gemma3Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"gemma3-text-fp32", "gemma3-text-mixed"}) {
-    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = spec_in_both_spellings(folder);
     EXPECT_EQ(spec.family, Family::kGemma3);
     EXPECT_EQ(spec.layer_types, (std::vector{kSliding, kSliding, kFull, kSliding}));
     EXPECT_EQ(spec.sliding_window, 6);
@@ -225,8 +224,7 @@ constexpr ConfigOfFolder kMistral("mistral-fp32");
 
 TEST(MistralConfig, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"mistral-fp32", "mistral-mixed"}) {
-    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = spec_in_both_spellings(folder);
     EXPECT_EQ(spec.family, Family::kMistral);
     EXPECT_EQ(spec.head_dim, 8);
     EXPECT_EQ(spec.sliding_window, 8);
@@ -264,8 +262,7 @@ constexpr ConfigOfFolder kOlmo2("olmo2-fp32");
 
 TEST(Olmo2Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"olmo2-fp32", "olmo2-mixed"}) {
-    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = spec_in_both_spellings(folder);
     EXPECT_EQ(spec.family, Family::kOlmo2);
     EXPECT_EQ(spec.head_dim, 8);
     EXPECT_EQ(spec.rope.theta, 500000.0);
@@ -312,8 +309,7 @@ constexpr ConfigOfFolder kQwen2("qwen2-fp32");
 
 TEST(Qwen2Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"qwen2-fp32", "qwen2-mixed"}) {
-    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = spec_in_both_spellings(folder);
     EXPECT_EQ(spec.family, Family::kQwen2);
     EXPECT_TRUE(spec.attention_bias);
     EXPECT_EQ(spec.head_dim, 8);
@@ -403,8 +399,7 @@ constexpr ConfigOfFolder kSmolLm3("smollm3-fp32");
 
 TEST(SmolLm3Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"smollm3-fp32", "smollm3-mixed"}) {
-    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = spec_in_both_spellings(folder);
     EXPECT_EQ(spec.family, Family::kSmolLm3);
     EXPECT_EQ(spec.layers_without_rope, std::vector<std::int64_t>{3});
     EXPECT_TRUE(spec.layer_types.empty());
@@ -474,8 +469,7 @@ constexpr ConfigOfFolder kPhi4Mini("phi4-mini-fp32");
 
 TEST(Phi3Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"phi3-fp32", "phi3-mixed", "phi4-mini-fp32"}) {
-    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = spec_in_both_spellings(folder);
     EXPECT_EQ(spec.family, Family::kPhi3);
   }
   EXPECT_EQ(kPhi3.spec().sliding_window, 8);
