@@ -18,6 +18,7 @@
 #include "base/random.h"
 #include "kernels/kernels.h"
 #include "nn/embedding.h"
+#include "nn/wide_dtype.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
@@ -34,7 +35,7 @@ using RowsHere = base::PassLocal<base::PassValue::kRowLosses, RowLosses*>;
 at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& targets,
                         const at::Tensor& log_sum) {
   const WideScope loss;
-  const at::ScalarType inside = at::promote_types(logits.scalar_type(), at::kFloat);
+  const at::ScalarType inside = wide_dtype(logits);
   const at::Tensor of_all = log_sum.numel() == targets.numel()
                                 ? log_sum.view(targets.sizes())
                                 : at::logsumexp(logits.to(inside), {2});
@@ -138,7 +139,7 @@ struct VocabParallelFunction : torch::autograd::Function<VocabParallelFunction> 
     const std::int64_t columns = logits.size(2);
     const at::Tensor flat = logits.detach().view({targets.numel(), columns});
     const OwnTokens own = own_tokens(targets, columns, options.axis);
-    const auto inside = at::promote_types(logits.scalar_type(), at::kFloat);
+    const auto inside = wide_dtype(logits);
     const Combined found = combine(summarize(flat, own, inside), options.axis, options.name);
     const at::Tensor kept = targets.ne(kIgnoredLabel);
     const at::Tensor losses = (found.log_sum - found.target).masked_fill(kept.logical_not(), 0);

@@ -5,6 +5,7 @@
 
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
+#include "nn/wide_dtype.h"
 #include "parallel/collectives.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
@@ -76,7 +77,7 @@ struct SharedRmsNormFunction : torch::autograd::Function<SharedRmsNormFunction> 
                             double eps, const parallel::Axis& axis) {
     const WideScope inside;
     const at::Tensor x = input.contiguous();
-    const at::Tensor wide = x.to(at::promote_types(x.scalar_type(), at::kFloat));
+    const at::Tensor wide = x.to(wide_dtype(x));
     const auto columns = static_cast<double>(x.size(-1) * axis.size);
     const at::Tensor scale = sum_over_ranks(wide.square(), axis, parallel::Direction::kForward)
                                  .div_(columns)
@@ -136,7 +137,7 @@ at::Tensor shared_rms_norm(const at::Tensor& x, const at::Tensor& weight, double
 
 at::Tensor plain_rms_norm(const at::Tensor& x, double eps) {
   // A product with 1 changes no bit.
-  const at::ScalarType inside = at::promote_types(x.scalar_type(), at::kFloat);
+  const at::ScalarType inside = wide_dtype(x);
   return rms_norm(x, at::ones({x.size(-1)}, x.options().dtype(inside)), eps, NormRounding::kOnce);
 }
 
@@ -161,7 +162,7 @@ RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding, Parameter
 at::Tensor RmsNorm::factor() const {
   if (factor_ == NormFactor::kWeight) return weight;
   const WideScope inside;
-  return weight.to(at::promote_types(weight.scalar_type(), at::kFloat)) + 1.0;
+  return weight.to(wide_dtype(weight)) + 1.0;
 }
 
 at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, factor(), eps_, rounding_); }

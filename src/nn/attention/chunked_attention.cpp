@@ -12,6 +12,7 @@
 
 #include "nn/attention/attention_parts.h"
 #include "nn/rms_norm.h"
+#include "nn/wide_dtype.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::nn {
@@ -21,7 +22,7 @@ namespace {
 at::Tensor warmed(const at::Tensor& q, const QueryTemperature& temperature, std::int64_t begin,
                   const Documents& documents) {
   const WideScope factors;
-  const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
+  const at::ScalarType inside = wide_dtype(q);
   at::Tensor position = at::arange(begin + 1, begin + q.size(1) + 1, q.options().dtype(inside));
   if (documents.are_packed()) position = position - documents.starts.to(inside);
   const at::Tensor factor =
@@ -60,9 +61,7 @@ ChunkedAttention::Heads ChunkedAttention::project(const at::Tensor& x, std::int6
   at::Tensor k = k_proj_->forward(x).unflatten(2, {options_.kv_heads, -1});
   if (options_.chunk) {
     // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
-    const RopeTable turns = table_of(
-        documents,
-        turns_from(*rope_, begin, most, x, at::promote_types(x.scalar_type(), at::kFloat)));
+    const RopeTable turns = table_of(documents, turns_from(*rope_, begin, most, x, wide_dtype(x)));
     const auto finished = [&](const at::Tensor& heads) {
       const at::Tensor turned = rotate_interleaved(heads, turns);
       return options_.qk_norm_eps ? plain_rms_norm(turned, *options_.qk_norm_eps) : turned;

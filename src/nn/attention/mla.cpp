@@ -8,6 +8,7 @@
 
 #include "nn/attention/attention.h"
 #include "nn/attention/attention_parts.h"
+#include "nn/wide_dtype.h"
 
 namespace tessera::nn {
 namespace {
@@ -80,7 +81,7 @@ at::Tensor Mla::forward(const at::Tensor& stream, const Documents& documents) {
 }
 
 RopeTable Mla::turns_of(const at::Tensor& x, std::int64_t begin, std::int64_t most) {
-  return turns_from(*rope_, begin, most, x, at::promote_types(x.scalar_type(), at::kFloat));
+  return turns_from(*rope_, begin, most, x, wide_dtype(x));
 }
 
 Mla::Latents Mla::latents_of(const at::Tensor& x, const RopeTable& table) {

@@ -22,7 +22,6 @@ namespace tessera::nn {
 namespace {
 
 constexpr std::int64_t kChunk = 64;
-constexpr double kNormEps = 1e-6;
 /// The factor is 0 in every dtype from here on; finite, so that differences are numbers.
 constexpr double kLeastDecay = -1e6;
 constexpr double kNever = -std::numeric_limits<double>::infinity();
@@ -131,7 +130,7 @@ DeltaSpan delta_span(const DeltaInputs& in, const DeltaGates& gates, const Delta
   const at::Tensor parts = result.qk.view({L, B, G, 2, C, K}).narrow(4, 0, span.length);
   parts.select(3, 0).copy_(chunks_of(in.q, span, sizes, 1).select(1, 0));
   parts.select(3, 1).copy_(chunks_of(in.k, span, sizes, 1).select(1, 0));
-  result.scale = at::mul(result.qk, result.qk).sum(3, /*keepdim=*/true).add_(kNormEps).rsqrt_();
+  result.scale = at::mul(result.qk, result.qk).sum(3, /*keepdim=*/true).add_(kHeadNormEps).rsqrt_();
   result.scale.narrow(2, 0, C).mul_(1.0 / std::sqrt(static_cast<double>(K)));
   result.qk.mul_(result.scale);
 

@@ -18,6 +18,9 @@
 
 namespace tessera::nn {
 
+/// Added to the sum of squares that a head of queries or keys is divided by the root of.
+inline constexpr double kHeadNormEps = 1e-6;
+
 struct DeltaSizes {
   explicit DeltaSizes(const DeltaInputs& in);
   std::int64_t B, T, G, R, K, V;

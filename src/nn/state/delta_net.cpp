@@ -10,6 +10,7 @@
 #include "grad/region.h"
 #include "nn/state/rate.h"
 #include "nn/state/state_part.h"
+#include "nn/wide_dtype.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -88,7 +89,7 @@ DeltaInputs DeltaNet::inputs_of(const at::Tensor& mixed, const Projected& projec
     return part.reshape({rows, positions, count, dim});
   };
   const WideScope rates;
-  const at::ScalarType wide = at::promote_types(mixed.scalar_type(), at::kFloat);
+  const at::ScalarType wide = wide_dtype(mixed);
   const at::Tensor step = at::softplus(projected.a.to(wide) + dt_bias_.to(wide));
   return {.q = heads(parts[0], options_.key_heads, options_.key_dim),
           .k = heads(parts[1], options_.key_heads, options_.key_dim),

@@ -18,6 +18,7 @@
 #include "base/threads/shapes_only.h"
 #include "kernels/on_cpu.h"
 #include "nn/state/delta_chunks.h"
+#include "nn/wide_dtype.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -33,10 +34,6 @@ constexpr std::int64_t kElementsOnCpu = std::int64_t{1} << 18;
 constexpr std::int64_t kElementsOnDevice = std::int64_t{1} << 26;
 /// So many elements of states are computed together on the CPU.
 constexpr std::int64_t kStatesOnCpu = std::int64_t{1} << 18;
-
-at::ScalarType dtype_of_computation(const DeltaInputs& in) {
-  return at::promote_types(in.v.scalar_type(), at::kFloat);
-}
 
 /// [a, b, ...] as [a * b, ...].
 at::Tensor joined(const at::Tensor& x) { return x.flatten(0, 1); }
@@ -65,10 +62,7 @@ struct KeptChunks {
 class DeltaScan {
  public:
   DeltaScan(const DeltaInputs& in, const Documents& documents)
-      : in_(in),
-        sizes_(in),
-        compute_(dtype_of_computation(in)),
-        gates_(in, documents, sizes_, compute_) {}
+      : in_(in), sizes_(in), compute_(wide_dtype(in.v)), gates_(in, documents, sizes_, compute_) {}
 
   at::Tensor no_state() const {
     return at::zeros({sizes_.R, sizes_.M, sizes_.K, sizes_.V}, options());
@@ -400,8 +394,8 @@ DeltaInputs gradients_of(const DeltaInputs& in, const Documents& documents,
     const DeltaSizes sizes(part);
     const DeltaInputs of_part = heads_of(grads, first, sizes.G);
     DeltaInputs of_chunks = of_part;
-    of_chunks.decay = at::empty({sizes.N, sizes.R, sizes.M, sizes.C},
-                                in.v.options().dtype(dtype_of_computation(in)));
+    of_chunks.decay =
+        at::empty({sizes.N, sizes.R, sizes.M, sizes.C}, in.v.options().dtype(wide_dtype(in.v)));
     of_chunks.beta = at::empty_like(of_chunks.decay);
     scan.backward(grad.narrow(2, first * sizes.R, sizes.G * sizes.R), scan.keep(), of_chunks);
     of_part.decay.copy_(by_position(of_chunks.decay, sizes));
@@ -442,7 +436,7 @@ at::Tensor read_one(const DeltaInputs& in, at::Tensor& state) {
   const at::ScalarType compute = state.scalar_type();
   const auto of_heads = [&](const at::Tensor& x) {
     const at::Tensor wide = x.to(compute);
-    const at::Tensor scale = wide.square().sum(3, /*keepdim=*/true).add_(1e-6).rsqrt_();
+    const at::Tensor scale = wide.square().sum(3, /*keepdim=*/true).add_(kHeadNormEps).rsqrt_();
     return (wide * scale).unflatten(2, {G, 1}).expand({B, 1, G, R, K}).reshape({B * G * R, 1, K});
   };
   const auto of_gate = [&](const at::Tensor& x) {
@@ -474,7 +468,7 @@ at::Tensor gated_delta_rule_after(const DeltaInputs& in, at::Tensor& state) {
   const DeltaSizes sizes(in);
   const auto& [B, T, G, R, K, V, M, C, N] = sizes;
   if (!state.defined()) {
-    state = at::zeros({B, G * R, K, V}, in.v.options().dtype(dtype_of_computation(in)));
+    state = at::zeros({B, G * R, K, V}, in.v.options().dtype(wide_dtype(in.v)));
   }
   if (in.v.numel() == 0) return at::empty(in.v.sizes(), in.v.options());
   if (T == 1) return read_one(in, state);

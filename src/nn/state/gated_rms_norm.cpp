@@ -13,6 +13,7 @@
 #include "base/first_derivative.h"
 #include "base/threads/shapes_only.h"
 #include "kernels/on_cpu.h"
+#include "nn/wide_dtype.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -70,7 +71,7 @@ at::Tensor gated_norm_of(const at::Tensor& x_input, const at::Tensor& z_input,
                          const at::Tensor& weight, const NormWithGate& norm) {
   const WideScope inside;
   const at::Tensor x = by_groups(x_input, norm.groups), z = by_groups(z_input, norm.groups);
-  const at::ScalarType wide = at::promote_types(x.scalar_type(), at::kFloat);
+  const at::ScalarType wide = wide_dtype(x);
   const at::Tensor factor = weight.view({norm.groups, -1}).to(wide);
   const at::Tensor result = at::empty_like(x, at::MemoryFormat::Contiguous);
   for_rows_at_once(x, [&](std::int64_t begin, std::int64_t rows) {
@@ -92,7 +93,7 @@ GatedNormGrads gated_norm_backward(const at::Tensor& grad_input, const at::Tenso
   const WideScope inside;
   const at::Tensor x = by_groups(x_input, norm.groups), z = by_groups(z_input, norm.groups);
   const at::Tensor grad = by_groups(grad_input, norm.groups);
-  const at::ScalarType wide = at::promote_types(x.scalar_type(), at::kFloat);
+  const at::ScalarType wide = wide_dtype(x);
   const at::Tensor factor = weight.view({norm.groups, -1}).to(wide);
   const at::Tensor grad_x = at::empty_like(x, at::MemoryFormat::Contiguous);
   const at::Tensor grad_z = at::empty_like(z, at::MemoryFormat::Contiguous);

@@ -10,6 +10,7 @@
 #include "grad/region.h"
 #include "nn/state/rate.h"
 #include "nn/state/state_part.h"
+#include "nn/wide_dtype.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -61,7 +62,7 @@ StateSpaceInputs Mamba::inputs_of(const at::Tensor& mixed, const Projected& proj
     return part.unflatten(2, {options_.groups, options_.state_size});
   };
   const WideScope rates;
-  const at::ScalarType wide = at::promote_types(mixed.scalar_type(), at::kFloat);
+  const at::ScalarType wide = wide_dtype(mixed);
   const at::Tensor step = at::softplus(projected.dt.to(wide) + dt_bias_.to(wide));
   return {.x = parts[0].unflatten(2, {options_.heads, options_.head_dim}),
           .dt = step.clamp_min(options_.least_step),

@@ -16,6 +16,7 @@
 #include "base/first_derivative.h"
 #include "base/threads/shapes_only.h"
 #include "kernels/on_cpu.h"
+#include "nn/wide_dtype.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -33,7 +34,7 @@ class ShortSums {
       : x_(x),
         starts_(documents.starts),
         compute_(weight.scalar_type()),
-        wide_(at::promote_types(compute_, at::kFloat)),
+        wide_(wide_dtype(compute_)),
         factors_(weight.squeeze(1).t().to(wide_).contiguous()),
         bias_(bias.defined() ? bias.to(wide_) : bias) {}
 
