@@ -10,7 +10,7 @@
 
 #include "nn/documents.h"
 
-namespace tessera::nn::state_test {
+namespace tessera::nn::packed {
 
 using Lengths = std::vector<std::int64_t>;
 
@@ -65,4 +65,4 @@ at::Tensor one_by_one(const std::vector<at::Tensor>& inputs, const std::vector<L
   return at::cat(all, 0);
 }
 
-}  // namespace tessera::nn::state_test
+}  // namespace tessera::nn::packed

@@ -12,61 +12,20 @@
 #include "support/test.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
+#include "unit/nn/drawn_documents.h"
 
 namespace tessera::nn::packed_rows_test {
 namespace {
 
+using packed::documents_of;
+using packed::drawn_rows;
+using packed::Lengths;
+using packed::one_by_one;
 using Tensors = std::vector<at::Tensor>;
-using Lengths = std::vector<std::int64_t>;
 
-/// Documents that fill a row, most of them short.
-Lengths drawn_lengths(std::mt19937_64& random, std::int64_t positions) {
-  Lengths lengths;
-  for (std::int64_t left = positions; left > 0; left -= lengths.back()) {
-    const std::int64_t most = random() % 4 == 0 ? positions : std::min<std::int64_t>(positions, 40);
-    lengths.push_back(std::min<std::int64_t>(
-        left, 1 + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most))));
-  }
-  return lengths;
-}
-
-/// [rows, T].
-at::Tensor starts_of(const std::vector<Lengths>& rows) {
-  std::vector<at::Tensor> all;
-  for (const Lengths& lengths : rows) {
-    std::vector<at::Tensor> row;
-    std::int64_t begin = 0;
-    for (const std::int64_t length : lengths) {
-      row.push_back(at::full({length}, begin, at::kLong));
-      begin += length;
-    }
-    all.push_back(at::cat(row));
-  }
-  return at::stack(all);
-}
-
-std::vector<Lengths> drawn_rows(std::uint64_t seed, std::int64_t rows, std::int64_t positions) {
+std::vector<Lengths> rows_of_seed(std::uint64_t seed, std::int64_t rows, std::int64_t positions) {
   std::mt19937_64 random(seed);
-  std::vector<Lengths> all;
-  for (std::int64_t row = 0; row < rows; ++row) all.push_back(drawn_lengths(random, positions));
-  return all;
-}
-
-/// x [B, T, .]: each document by itself, put together again along dim 1 of what `alone` makes.
-at::Tensor one_by_one(const at::Tensor& x, const std::vector<Lengths>& rows,
-                      const std::function<at::Tensor(const at::Tensor&)>& alone) {
-  std::vector<at::Tensor> all;
-  for (std::size_t row = 0; row < rows.size(); ++row) {
-    std::vector<at::Tensor> parts;
-    std::int64_t begin = 0;
-    for (const std::int64_t length : rows[row]) {
-      parts.push_back(
-          alone(x.narrow(0, static_cast<std::int64_t>(row), 1).narrow(1, begin, length)));
-      begin += length;
-    }
-    all.push_back(at::cat(parts, 1));
-  }
-  return at::cat(all, 0);
+  return drawn_rows(random, rows, positions);
 }
 
 /// Output, then gradients of x and of the layer's parameters.
@@ -92,14 +51,14 @@ void expect_packed_equals_alone(Layer& layer, at::ScalarType dtype, const Bound&
     parameter.set_data(parameter.to(dtype));
   }
   for (const std::int64_t positions : {1, 23, 150, 300}) {
-    const auto rows = drawn_rows(static_cast<std::uint64_t>(positions), 2, positions);
-    const Documents documents{starts_of(rows)};
+    const auto rows = rows_of_seed(static_cast<std::uint64_t>(positions), 2, positions);
+    const Documents documents = documents_of(rows);
     const at::Tensor x = at::randn({2, positions, 12}).to(dtype);
     const at::Tensor grad = at::randn({2, positions, 12});
     const Tensors packed =
         run(layer, x, grad, [&](const Tensors& in) { return layer.forward(in[0], documents); });
     const Tensors alone = run(layer, x, grad, [&](const Tensors& in) {
-      return one_by_one(in[0], rows, [&](const at::Tensor& one) { return layer.forward(one); });
+      return one_by_one(in, rows, [&](const Tensors& one) { return layer.forward(one[0]); });
     });
     ASSERT_EQ(packed.size(), alone.size());
     for (std::size_t i = 0; i < packed.size(); ++i) {
@@ -173,8 +132,8 @@ TEST(PackedRows, LatentAttentionIsThatOfEachDocumentAlone) {
 // What another document holds has no influence, not by a bit.
 TEST(PackedRows, DocumentsDoNotSeeEachOther) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
-    const auto rows = drawn_rows(5, 1, 300);
-    const at::Tensor starts = starts_of(rows);
+    const auto rows = rows_of_seed(5, 1, 300);
+    const at::Tensor starts = documents_of(rows).starts;
     const at::Tensor q = at::randn({1, 2, 300, 2, 8}).to(dtype);
     const at::Tensor k = at::randn({1, 2, 300, 1, 8}).to(dtype);
     const at::Tensor v = at::randn({1, 300, 16}).to(dtype);
@@ -192,8 +151,8 @@ TEST(PackedRows, DocumentsDoNotSeeEachOther) {
 
 // One row alone has the bits that it has among others, whatever their documents are.
 TEST(PackedRows, RowsDoNotDependOnEachOther) {
-  const auto rows = drawn_rows(9, 3, 200);
-  const at::Tensor starts = starts_of(rows);
+  const auto rows = rows_of_seed(9, 3, 200);
+  const at::Tensor starts = documents_of(rows).starts;
   const at::Tensor q = at::randn({3, 2, 200, 2, 8}), k = at::randn({3, 2, 200, 1, 8});
   const at::Tensor v = at::randn({3, 200, 16});
   const at::Tensor all = causal_attention(q, k, v, 0.3, {.begins = starts});
@@ -219,7 +178,7 @@ TEST(PackedRows, HeldBytesAreLinearInTheLength) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
     for (const bool packed : {false, true}) {
       const auto mask = [&](std::int64_t positions) {
-        return packed ? AttentionMask{.begins = starts_of(drawn_rows(3, 2, positions))}
+        return packed ? AttentionMask{.begins = documents_of(rows_of_seed(3, 2, positions)).starts}
                       : AttentionMask{};
       };
       const std::int64_t once = held(512, mask(512), dtype);

@@ -8,15 +8,15 @@
 #include "nn/state/delta_chunks.h"
 #include "support/test.h"
 #include "unit/nn/compare.h"
-#include "unit/nn/state/drawn_documents.h"
+#include "unit/nn/drawn_documents.h"
 
 namespace tessera::nn::delta_rule_test {
 namespace {
 
-using state_test::documents_of;
-using state_test::drawn_rows;
-using state_test::Lengths;
-using state_test::one_by_one;
+using packed::documents_of;
+using packed::drawn_rows;
+using packed::Lengths;
+using packed::one_by_one;
 using Tensors = std::vector<at::Tensor>;
 
 /// fp64 has 2^-53 a rounding, sums have some hundred terms, and chunks add in another order.

@@ -6,15 +6,15 @@
 #include "dry/fake_operations.h"
 #include "support/test.h"
 #include "unit/nn/compare.h"
-#include "unit/nn/state/drawn_documents.h"
+#include "unit/nn/drawn_documents.h"
 
 namespace tessera::nn::short_convolution_test {
 namespace {
 
-using state_test::documents_of;
-using state_test::drawn_rows;
-using state_test::Lengths;
-using state_test::one_by_one;
+using packed::documents_of;
+using packed::drawn_rows;
+using packed::Lengths;
+using packed::one_by_one;
 using Tensors = std::vector<at::Tensor>;
 
 /// x, weight and the bias, if there is one, on one document.

@@ -10,6 +10,7 @@
 #include "dist/held_bytes.h"
 #include "support/test.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/drawn_documents.h"
 
 namespace tessera::nn::state_space_test {
 namespace {
@@ -42,14 +43,7 @@ Tensors inputs(const Case& each, at::ScalarType dtype = at::kFloat) {
 }
 
 at::Tensor drawn_starts(std::mt19937_64& random, std::int64_t rows, std::int64_t positions) {
-  const at::Tensor starts = at::zeros({rows, positions}, at::kLong);
-  for (std::int64_t row = 0; row < rows; ++row) {
-    for (std::int64_t begin = 0; begin < positions;) {
-      starts[row].narrow(0, begin, positions - begin).fill_(begin);
-      begin += 1 + static_cast<std::int64_t>(random() % 30);
-    }
-  }
-  return starts;
+  return packed::documents_of(packed::drawn_rows(random, rows, positions)).starts;
 }
 
 /// The definition, position by position. Differentiable.
