@@ -16,6 +16,7 @@ import shutil
 import unittest
 
 import convert_test
+import convert_whole_test
 from convert_test import (DATA, FLOAT32, FULL, GROUP_LOGITS_BOUND, LOGITS_BOUND, Program, in_turn, load_file, torch,
                           transformers)
 
@@ -71,7 +72,7 @@ STATES_LOGITS_BOUND = 2e-4
 class Families(Program):
     def logits(self, folder, name, batch):
         if name.startswith("gemma4"):
-            return convert_test.ConvertGemma4.logits_with_images(self, folder, batch)
+            return convert_whole_test.ConvertGemma4.logits_with_images(self, folder, batch)
         return self.logits_of_transformers(folder, batch["input_ids"])
 
     def train_step(self, model, name):

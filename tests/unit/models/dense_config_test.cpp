@@ -578,7 +578,8 @@ TEST(Phi3Config, WhatIsNotSupportedIsRefusedByName) {
 
 constexpr ConfigOfFolder kQwen3("qwen3-fp32");
 
-// What a folder of Qwen3-VL says of its text is a Qwen3; against transformers: convert_test.py.
+// What a folder of Qwen3-VL says of its text is a Qwen3; against transformers:
+// convert_whole_test.py.
 TEST(Qwen3VlConfig, AFolderOfTheWholeModelGivesItsTextModel) {
   nlohmann::json text = kQwen3.json();
   text.erase("architectures");
