@@ -7,7 +7,8 @@ language is an error: it may have been meant to be run. HTML comments, which rea
 else there is to know:
 
     <!-- test: skip, WHY -->           the next block is not run; the test lists it
-    <!-- test: needs PROGRAM -->       the next block is skipped, and listed, where PROGRAM is missing
+    <!-- test: needs PROGRAM -->       the next block is skipped, and listed, where PROGRAM is missing; with a
+                                       slash in it, where no file of the tree has that name (a pattern)
     <!-- test: file NAME -->           the next block, of any language, is the content of NAME
     <!-- test: prints REGEX -->        what the block before has printed matches it somewhere
     <!-- test: setup                   shell lines that stand for what a reader has or knows, such as

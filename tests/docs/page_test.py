@@ -54,9 +54,15 @@ class Runner:
         if process.returncode:
             raise Failed(why or f"exit code {process.returncode}")
 
+    def has(self, name):
+        """Whether a program, or a file by a pattern with a slash, is there."""
+        if "/" in name:
+            return any(self.folder.glob(name))
+        return shutil.which(name, path=self.environment["PATH"]) is not None
+
     def left_out(self, step):
         why = step.skip
-        if step.needs and not shutil.which(step.needs, path=self.environment["PATH"]):
+        if step.needs and not self.has(step.needs):
             why = f"{step.needs} is not here"
         if why:
             self.skipped.append(f"line {step.line}: {why}")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""README.md lists every public header and every model family, and none that is not there; its first C++ block
-is a whole program (page_README builds and runs it)."""
+"""README.md is short, and its first C++ block is a whole program (page_README builds and runs it). The pages that it
+leads to list every public header, every model family and every page, and none that is not there."""
 
 import pathlib
 import re
@@ -13,21 +13,31 @@ import page  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+API, FAMILIES, FEATURES, PAGES = (
+    (ROOT / "docs" / name).read_text() for name in ("api.md", "families.md", "features.md", "README.md"))
+WORDS = 1400  # some five minutes
 HEADERS = {path.name for path in (ROOT / "include/tessera").glob("*.h")}
 
 
 def rows_of_headers():
     """The first cell and the second of each row of the table that begins with | header |."""
-    table = README.split("| header | |\n", 1)[1].split("\n\n", 1)[0]
+    table = API.split("| header | |\n", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in row.strip("|").split("|", 1)] for row in table.splitlines()[1:]]
 
 
 class ReadmePage(unittest.TestCase):
+    def test_it_is_read_in_five_minutes(self):
+        self.assertLessEqual(len(README.split()), WORDS)
+
+    def test_the_list_of_pages_is_the_folder(self):
+        pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+        self.assertEqual(pages - set(re.findall(r"\]\((\w+\.md)\)", PAGES)), set(), "pages that docs/README.md does not list")
+
     def test_the_table_of_headers_is_the_folder(self):
         names = [name for cell, _ in rows_of_headers() for name in re.findall(r"`(\w+\.h)`", cell)]
         self.assertEqual(sorted(names), sorted(set(names)), "a header stands in the table twice")
-        self.assertEqual(HEADERS - set(names), set(), "headers without a row in README.md")
-        self.assertEqual(set(names) - HEADERS, set(), "rows of README.md without a header")
+        self.assertEqual(HEADERS - set(names), set(), "headers without a row in docs/api.md")
+        self.assertEqual(set(names) - HEADERS, set(), "rows of docs/api.md without a header")
         for cell, says in rows_of_headers():
             self.assertGreater(len(says), 10, cell)
 
@@ -42,8 +52,7 @@ class ReadmePage(unittest.TestCase):
         architectures = [re.search(r'\.architecture = "(\w+)"', (ROOT / f"src/models/{name}/{name}.cpp").read_text())[1]
                          for name in registry]
         self.assertGreater(len(architectures), 5)
-        models = README.split("**Models**", 1)[1].split("**Not there**", 1)[0]
-        self.assertEqual(sorted(re.findall(r"`(\w+For\w+|\w+LMHeadModel)`", models)), sorted(architectures))
+        self.assertEqual(sorted(re.findall(r"`(\w+For\w+|\w+LMHeadModel)`", FAMILIES)), sorted(architectures))
 
     def test_pages_name_the_versions_of_libtorch_that_the_build_takes(self):
         bounds = re.findall(r"^set\(TESSERA_TORCH_(?:OLDEST|NEWEST) (\S+)\)", (ROOT / "cmake/TesseraTorch.cmake").read_text(),
@@ -53,7 +62,7 @@ class ReadmePage(unittest.TestCase):
             self.assertEqual(set(found), {tuple(bounds)}, name)
 
     def test_each_row_of_what_it_does_has_suites_in_test(self):
-        table = README.split("## What it does\n\n", 1)[1].split("\n\n", 1)[0]
+        table = FEATURES.split("## What it does\n\n", 1)[1].split("\n\n", 1)[0]
         rows = re.findall(r"^\| (\w[\w ]*) \|", table, flags=re.M)
         subjects = dict(re.findall(r"^(\w[\w ]*): (\w.*)$", (ROOT / "tests/subjects").read_text(), flags=re.M))
         self.assertGreater(len(rows), 10)
