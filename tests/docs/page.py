@@ -10,7 +10,7 @@ else there is to know:
     <!-- test: needs PROGRAM -->       the next block is skipped, and listed, where PROGRAM is missing; with a
                                        slash in it, where no file of the tree has that name (a pattern)
     <!-- test: file NAME -->           the next block, of any language, is the content of NAME
-    <!-- test: prints REGEX -->        what the block before has printed matches it somewhere
+    <!-- test: prints REGEX -->        what the block before, if it has run, has printed matches it somewhere
     <!-- test: setup                   shell lines that stand for what a reader has or knows, such as
     cp README.md YOUR_TEXT.txt         a file of their own
     -->

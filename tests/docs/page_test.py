@@ -38,6 +38,7 @@ class Runner:
             self.environment |= {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(folder)}
         self.printed = ""
         self.skipped = []
+        self.ran = True  # the block before
 
     def shell(self, text):
         process = subprocess.Popen(["bash", "-euo", "pipefail", "-c", text], cwd=self.folder, env=self.environment,
@@ -69,7 +70,11 @@ class Runner:
         return bool(why)
 
     def take(self, step):
-        if step.kind == "text" or self.left_out(step):
+        if step.kind == "text":
+            return
+        if step.kind != "prints":
+            self.ran = not self.left_out(step)
+        if not self.ran:
             return
         print(f"--- line {step.line}: {step.kind} {step.file}\n{step.text}\n---", flush=True)
         if step.kind == "prints":
