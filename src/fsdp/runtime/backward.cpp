@@ -1,6 +1,6 @@
-// The backward half of Runtime: the list that all ranks agree on when one begins [Note: collective
-// order], when gathers and reductions go out by it, and what the end of the outermost graph task
-// settles.
+// The backward half of Runtime: the list that all ranks agree on when a backward begins [Note:
+// collective order], when gathers and reductions are issued by it, and the end of the outermost
+// graph task.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -23,8 +23,8 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Rides in the graph task's callback: when an exception ends the backward, it is destroyed without
-/// having run.
+/// Is owned by the graph task's callback: when an exception ends the backward, it is destroyed
+/// without having run.
 class BackwardEnd {
  public:
   explicit BackwardEnd(std::shared_ptr<Runtime> runtime)
@@ -36,7 +36,7 @@ class BackwardEnd {
     try {
       if (runtime_) runtime_->abandon_backward(generation_, epoch_);
     } catch (const std::exception&) {
-      // Telling the others failed too; the exception under way says why.
+      // The abort failed too; the exception under way tells the reason.
     }
   }
   BackwardEnd(const BackwardEnd&) = delete;
@@ -49,8 +49,8 @@ class BackwardEnd {
   std::uint64_t epoch_;
 };
 
-/// torch::autograd::grad on a leaf takes its gradient off in front of the leaf's hooks: it would
-/// never be reduced, and nobody told.
+/// torch::autograd::grad on a leaf takes the gradient before the leaf's hooks see it, so that it
+/// would silently never be reduced.
 void refuse_capture(const Unit& unit) {
   const auto* targets = torch::autograd::get_current_graph_task_exec_info();
   if (targets == nullptr || targets->empty()) return;  // an ordinary backward
@@ -66,8 +66,8 @@ void refuse_capture(const Unit& unit) {
   }
 }
 
-/// Gradients are summed over ranks outside of any graph: one that goes on through a unit would end
-/// there, or read its parameters when they are sharded. Autograd leaves grad mode on where it is to
+/// Gradients are summed over ranks outside of any graph: a graph that continues through a unit
+/// would end there, or read its parameters when they are sharded. Autograd leaves grad mode on to
 /// make one.
 void refuse_create_graph(const Unit& unit) {
   TESSERA_CHECK(!at::GradMode::is_enabled(), ErrorKind::kUsage, "backward of unit ",
@@ -76,7 +76,7 @@ void refuse_create_graph(const Unit& unit) {
                 "parameters have no graph; take second derivatives of a plain module");
 }
 
-/// On a thread of autograd hooks would have other streams and other thread-locals than the rank,
+/// On a thread of autograd hooks would run with other streams and thread-locals than the rank's,
 /// and ranks that share a device would wait for each other for ever.
 void refuse_threads(at::Device device) {
   TESSERA_CHECK(device.is_cpu() || comm::backward_stays_here(), ErrorKind::kUsage,
@@ -98,8 +98,8 @@ void Runtime::begin_backward(const Entry* first) {
     under_exchange_.begin(store_.group());
     begin_sums();
   }
-  // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
-  // one's. Whatever throws from here on ends as a failure of all ranks.
+  // Nested graph tasks (recomputation) begin after this one; the callback belongs to the outermost
+  // one. Any exception from here on ends as a failure of all ranks.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<BackwardEnd>(shared_from_this())] { end->run(); });
   refuse_create_graph(first != nullptr ? *first->unit : *units_.front());
@@ -120,7 +120,7 @@ void Runtime::begin_backward(const Entry* first) {
 
 void Runtime::begin_sums() {
   for (auto* unit : units_) {
-    // What the last backward reduced without waiting is published with the rest.
+    // Reductions that the last backward did not wait for are published with the others.
     auto& progress = unit->progress_;
     progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
     progress.reduced = false;
@@ -128,7 +128,7 @@ void Runtime::begin_sums() {
   awaiting_tickets_ = holds_reductions_ = false;
 }
 
-/// Once: whoever has called compile() wants its plan. Regions are replayed without one.
+/// Warns once, where compile() was called, that no plan is followed. Replayed regions need none.
 void Runtime::warn_of_no_scope() {
   if (!planning_.planner || regions_ != nullptr || std::exchange(warned_of_no_scope_, true)) return;
   if (world().rank() != 0) return;
@@ -140,13 +140,13 @@ void Runtime::warn_of_no_scope() {
 void Runtime::abandon_backward(std::uint64_t generation, std::uint64_t epoch) {
   if (generation != generation_ || !in_backward_) return;
   abandoned_ = generation;
-  // At once, since the rank's thread may not come by again: the others wait for it. Unless it has
-  // come by since the look above, and all of them have recovered.
+  // The other ranks wait for this one, whose thread may not enter the runtime again, so it aborts
+  // at once: unless the thread has done so since the check above, and all ranks have recovered.
   if (world().size() > 1) world().abort_epoch(epoch, kAbandoned + DoingHere::as_text());
 }
 
-/// The innermost one that goes through the entry; those inside it have ended. Null: none does, or
-/// it is past the place.
+/// Returns the innermost backward that goes through the entry; the backwards inside it have ended.
+/// Null where none does, or where it is past the place.
 BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
   for (auto i = under_way_.size(); i-- > 0;) {
     auto& backward = under_way_[i];
@@ -173,7 +173,7 @@ void Runtime::finish(BackwardUnderWay& backward) {
   }
 }
 
-/// Here and on the other ranks, as every error of a backward.
+/// Throws here and on the other ranks, as every error of a backward does.
 void Runtime::refuse_forgotten(const Entry& entry) {
   auto& now = entry.unit->runtime();
   const auto message = concat(
@@ -185,7 +185,7 @@ void Runtime::refuse_forgotten(const Entry& entry) {
   throw Error(ErrorKind::kUsage, message);
 }
 
-/// A step scope's micro-batches are summed by its end.
+/// Refuses a forward of a step scope that has ended: its gradients were summed at its end.
 void Runtime::refuse_other_step(const Entry& entry) {
   const auto& of = entry.segment->forward->in_step;
   if (!of || (step_ != nullptr && of->step == step_->number())) return;
@@ -216,19 +216,19 @@ void Runtime::pre_backward(Entry& entry) {
   }
   auto* backward = under_way(entry, /*needs_weights=*/true);
   if (backward == nullptr) {
-    // A backward inside a node of this one, which autograd has not announced.
+    // A node of this backward runs another one, which autograd does not announce.
     plan_backward_under_way(&entry);
     backward = &under_way_.back();
   }
   const auto part = backward->part_of(entry);
-  backward->come_by({part, entry.position, true});
+  backward->note_passed({part, entry.position, true});
   begin_place(backward->pass, backward->pass.place(part, entry.position), *entry.unit);
   spans_.backward_begins(&entry, entry.unit->name());
 }
 
 void Runtime::post_backward(Entry& entry) {
   begin_backward();
-  under_exchange_.form_all();  // what no exchange came to, before any reduction that follows
+  under_exchange_.form_all();  // those that no exchange has formed, before the next reduction
   spans_.backward_ends(&entry);
   entry.pending.reset();
   if (const auto step = step_) {
@@ -238,7 +238,7 @@ void Runtime::post_backward(Entry& entry) {
   auto* backward = under_way(entry, /*needs_weights=*/false);
   if (backward == nullptr) return;
   const auto part = backward->part_of(entry);
-  backward->come_by({part, entry.position, false});
+  backward->note_passed({part, entry.position, false});
   advance(backward->pass, backward->pass.place(part, entry.position).after);
 }
 
@@ -250,7 +250,7 @@ void Runtime::expect(Entry& entry) {
 }
 
 void Runtime::on_gradient() {
-  // A deferred one may come at any time.
+  // Outside of a backward it is a deferred gradient, which may come at any time.
   if (base::in_backward_pass()) begin_backward();
 }
 
@@ -266,7 +266,7 @@ void Runtime::on_tickets_closed() {
 }
 
 /// Collective.
-bool Runtime::any_rank_owes() {
+bool Runtime::any_rank_has_tickets() {
   const bool mine = sink_.open_tickets() > 0;
   if (data_group() == nullptr) return mine;
   return comm::any_of_ranks(*data_group(), {mine}, "deferred gradients")[0];
@@ -284,7 +284,8 @@ void Runtime::end_backward() {
       if (unit->progress_.open_calls == 0 && unit->controls.reshard_after_backward) unit->release();
     }
     leave_backward();
-    awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
+    awaiting_tickets_ =
+        sink_.store() != nullptr ? any_rank_has_tickets() : sink_.open_tickets() > 0;
     if (!awaiting_tickets_) settle_gradients();
     leave_shards();
   } catch (const std::exception& error) {
@@ -310,7 +311,7 @@ void Runtime::settle(const std::vector<bool>& dirty) {
 void Runtime::settle_gradients() {
   const at::NoGradGuard no_grad;
   awaiting_tickets_ = holds_reductions_ = false;
-  // What waited for deferred gradients, or was left by backwards without sync.
+  // Units that waited for deferred gradients, or that backwards without sync left.
   for (auto* unit : units_) {
     if (unit->progress_.pending) reduce(*unit, switches_.is_last_backward);
   }
@@ -361,7 +362,7 @@ std::uint64_t hash_of(const std::vector<bool>& bits) {
 }
 
 bool needs_weights(const Entry& entry, const Entry* first) {
-  // The root of a graph is not among its nodes.
+  // Autograd does not list the root of a graph among its nodes.
   if (first == &entry) return true;
   const Node* checkpoint = entry.checkpoint;
   if (first != nullptr && checkpoint != nullptr && checkpoint == first->checkpoint) return true;
@@ -405,7 +406,7 @@ std::string Runtime::memory_lines() const {
   return text;
 }
 
-/// The same on every rank whose hash_of_agreed() is.
+/// Ranks with equal hash_of_agreed() have equal frames.
 ViewFrame Runtime::frame_of_views() const {
   ViewFrame frame;
   if (!under_way_.empty()) frame.actions = under_way_.back().pass.plan->actions.size();
@@ -435,7 +436,8 @@ std::string units_differ(const std::string& difference) {
                 "; run the same units in the same order on every rank");
 }
 
-/// All ranks are here, since their hashes differ. Errors: kComm, kUsage.
+/// Throws an error that names the first difference. Every rank calls it, since hashes differ.
+/// Errors: kComm, kUsage.
 void Runtime::name_difference() {
   const auto models = difference_between_ranks(model_, "models of a backward");
   TESSERA_CHECK(models.empty(), ErrorKind::kUsage, "backwards of different models meet: ", models,
@@ -489,8 +491,8 @@ BackwardView Runtime::any_rank_says(const BackwardView& mine) {
   return from_bits(comm::any_of_ranks(*data_group(), bits, "use of results"), frame);
 }
 
-/// A program that differentiates nothing of what it runs with grad mode on never comes to a
-/// backward, where forwards are forgotten.
+/// Forwards are forgotten when a backward begins. A program that runs forwards with grad mode on
+/// and never a backward forgets them here.
 void Runtime::keep_forward() {
   if (forwards_.should_forget()) {
     agree_on_backward(nullptr);
@@ -499,7 +501,7 @@ void Runtime::keep_forward() {
   forwards_.keep_current();
 }
 
-/// Whether a backward around the one that begins is going to reduce the unit.
+/// Whether a backward around the one that begins will reduce the unit.
 bool Runtime::is_to_be_reduced(const Unit& unit) const {
   return std::ranges::any_of(under_way_, [&](const BackwardUnderWay& outer) {
     const auto& actions = outer.pass.plan->actions;
@@ -531,7 +533,7 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     units.push_back(plan_unit(*unit));
     units.back().reduces =
         unit->trainable() && sink_.store() == nullptr && !is_to_be_reduced(*unit);
-    // A backward inside another one leaves to that one what it has gathered.
+    // A backward inside another one leaves the releases to that one.
     releases.push_back(under_way_.empty() && unit->controls.reshard_after_forward &&
                        unit->controls.reshard_after_backward && unit->progress_.open_calls == 0);
   }
@@ -545,7 +547,7 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     }
   }
   if (sink_.store() != nullptr) {
-    // Deferred gradients: all of it waits until no rank owes any.
+    // Deferred gradients: every reduction waits until no rank has an open ticket.
     for (const auto& part : record.parts) {
       for (const auto id : part.units) {
         const auto add_pending = [](Unit& unit) {

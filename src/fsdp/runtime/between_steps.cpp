@@ -1,5 +1,5 @@
-// The runtime between steps: what users switch, what must have ended before something else may
-// begin, and what a failure leaves behind.
+// The runtime between steps: controls of the user, checks of what must have ended before something
+// else begins, and failures.
 #include "base/doing.h"
 #include "base/log.h"
 #include "base/text/printable.h"
@@ -21,7 +21,7 @@ Controls Runtime::controls() const {
     return shown;
   };
   Controls all{switches_, {}};
-  // Inside a step each backward chooses.
+  // Inside a step each backward chooses for itself.
   all.model.defers_weight_gradients = step_ == nullptr && sink_.store() != nullptr;
   for (const auto* unit : units_) {
     all.units.push_back({unit->shown_name(), unit->controls, names(unit->forward_prefetch),
@@ -74,7 +74,7 @@ comm::Turns& Runtime::turns() { return turns_ ? *turns_ : turns_.emplace(device(
 void Runtime::warn_of_no_pairs(const std::string& why) {
   if (std::exchange(warned_of_no_pairs_, true) || world().rank() != 0) return;
   log::warn("StepScope::run_pair: found that ", why,
-            ": forwards run before the backwards that they were to run beside");
+            ": the backward and the forward of a pair run one after the other");
 }
 
 void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record, StepTurns turns) {
@@ -85,7 +85,7 @@ void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record,
   log::warn("StepScope: found ", KnownSteps::kMost,
             " steps in a row with a schedule that was not there before, the last one \"",
             schedule.first,
-            "\", so that none followed a plan; give steps that run the same the same words as "
+            "\", so that none followed a plan; give steps that run the same calls the same "
             "StepScopeOptions::schedule");
 }
 
@@ -178,7 +178,8 @@ void Runtime::run_weight_gradients() {
   require_no_step("run_weight_gradients");
   try {
     store_.run();
-    if (awaiting_tickets_ && sink_.store() != nullptr && !any_rank_owes()) settle_gradients();
+    if (awaiting_tickets_ && sink_.store() != nullptr && !any_rank_has_tickets())
+      settle_gradients();
   } catch (const std::exception& error) {
     fail(error.what());
     throw;
@@ -186,7 +187,7 @@ void Runtime::run_weight_gradients() {
 }
 
 void Runtime::forget_cleared() {
-  // Deferred gradients may wait to be reduced, or to be shown.
+  // Deferred gradients may still wait to be reduced, or to be published.
   if (in_backward_ || awaiting_tickets_ || step_ != nullptr || has_failed()) return;
   publisher_.forget_cleared();
 }
@@ -207,10 +208,10 @@ void Runtime::require_idle(const char* what) const {
       pending == 0, ErrorKind::kUsage, what, ": found ", pending,
       " unit forwards whose backward has not run, expected none; run backward first, or let the "
       "loss go out of scope");
-  require_none_owed(what);
+  require_none_deferred(what);
 }
 
-void Runtime::require_none_owed(const char* what) const {
+void Runtime::require_none_deferred(const char* what) const {
   require_no_step(what);
   sink_.require_all_redeemed(what);
   TESSERA_CHECK(!awaiting_tickets_, ErrorKind::kUsage, what,
@@ -219,7 +220,7 @@ void Runtime::require_none_owed(const char* what) const {
 }
 
 void Runtime::require_reduced(const char* what) const {
-  require_none_owed(what);
+  require_none_deferred(what);
   TESSERA_CHECK(!waits_for_last_, ErrorKind::kUsage, what,
                 ": found reductions that wait for the last backward, expected none; call "
                 "set_is_last_backward(true) before the step's last backward");
@@ -280,7 +281,7 @@ bool Runtime::has_failed() const {
 
 void Runtime::renew_after_failure() {
   take_up_abandoned();
-  // A recovery is of all ranks, also of those that had nothing under way.
+  // All ranks reset after a recovery, also those that had nothing under way.
   if (has_failed() && !world().aborted()) reset();
 }
 
@@ -305,8 +306,8 @@ std::shared_ptr<OpenStep> Runtime::open_step(StepScopeOptions options) {
                 "each backward chooses (Backward::kInputOnly)");
   auto step = std::make_shared<OpenStep>(*this, std::move(options), ++steps_);
   release_leftovers();
-  // Before release_stale(), so that ranks which keep different units report it: only ranks that
-  // keep a unit take part in the collective that compares it with the shards.
+  // Before release_stale(), so that a difference in which units ranks keep is reported here: only
+  // ranks that keep a unit take part in the collective that compares it with the shards.
   step->agree_at_begin();
   release_stale();
   step->choose_plan();
@@ -350,7 +351,7 @@ void Runtime::end_step() {
 void Runtime::reset() {
   end_scope();
   planning_.known.clear();
-  // Nothing is waited for: what was under way when the run failed is lost.
+  // Everything under way when the run failed is lost: nothing waits for it.
   reducer_.drop_all();
   sink_.drop_tickets();
   store_.drop();
@@ -361,15 +362,14 @@ void Runtime::reset() {
     unit->expected_ = std::make_shared<std::atomic<int>>(0);
     for (auto& bucket : unit->buckets()) bucket->drop_gradients();
     for (auto& p : unit->parameters()) {
-      // What was published is part of a sum that is gone.
+      // A published gradient is part of a sum that is lost.
       p->lost = p->lost || (p->published && p->shard.grad().defined());
       if (p->published) p->shard.mutable_grad().reset();
       p->seen_grad = at::Tensor();
       p->used = p->published = false;
     }
   }
-  // What lives on in graphs that somebody holds is of a step that is lost, and keeps the counters
-  // that it is in.
+  // Graphs that the user still holds belong to a step that is lost, and keep the old counters.
   outstanding_ = std::make_shared<std::atomic<int>>(0);
   if (!has_scaler_) switches_.loss_scale = 1.0;
   controls_changed();

@@ -47,7 +47,7 @@ Bucket::~Bucket() {
     drop_gradients();
     comm::order(current_stream(), made_on_, comm::EventSite::kPoolFree);
   } catch (const std::exception&) {
-    // A device that no longer answers: its memory is lost with it.
+    // The device no longer answers; its memory is lost.
   }
 }
 
@@ -62,8 +62,8 @@ at::Tensor Bucket::make(std::int64_t numel, DType dtype) const {
   return made;
 }
 
-bool Bucket::gives_sums_back() const {
-  return static_cast<bool>(made_on_) || unit_.runtime().gives_gradients_back();
+bool Bucket::frees_sums() const {
+  return static_cast<bool>(made_on_) || unit_.runtime().frees_gradients();
 }
 
 bool Bucket::sum_is_final() const {
@@ -122,9 +122,10 @@ void Bucket::ensure_accumulator() {
   if (accumulator_.defined()) return;
   const auto numel = groups_.reduce == nullptr ? plan_.numel : plan_.slice_numel();
   accumulator_ = make(numel, plan_.key.accumulate);
-  // Pages of the host are given here and not in the middle of a step. What a sum overwrites needs no
-  // zeros, and what did not arrive gets them when it is summed.
-  if (!gives_sums_back()) accumulator_.zero_();
+  // Writes the pages of the host here, and not in the middle of a step. Otherwise no zeros are
+  // needed: a sum overwrites the memory, and parameters without gradients are zeroed when they are
+  // summed.
+  if (!frees_sums()) accumulator_.zero_();
 }
 
 void Bucket::ensure_slots() {
@@ -132,7 +133,7 @@ void Bucket::ensure_slots() {
   TESSERA_INVARIANT(!wire_.defined(),
                     "a gradient arrived while its bucket's reduction is under way");
   const bool in_sum = groups_.reduce == nullptr;
-  if (!in_sum || !accumulator_.defined()) {  // other memory, which nobody has used
+  if (!in_sum || !accumulator_.defined()) {  // other memory, without uses so far
     slot_uses_.clear();
     slot_uses_.note(current_stream());
   }
@@ -150,12 +151,12 @@ at::Tensor Bucket::slot(std::size_t index) const {
 }
 
 bool Bucket::is_empty(std::size_t index) const {
-  // In the accumulator a sum of earlier backwards may already stand; reset ranges hold zeros.
+  // The accumulator may hold a sum of earlier backwards; its reset ranges hold zeros.
   return arrived_[index] == 0 && !(groups_.reduce == nullptr && has_sum_);
 }
 
-bool Bucket::is_lent(std::size_t index) const {
-  return std::ranges::find(lent_, index) != lent_.end();
+bool Bucket::is_shared(std::size_t index) const {
+  return std::ranges::find(shared_slots_, index) != shared_slots_.end();
 }
 
 void Bucket::add_here(std::size_t index) {
@@ -181,7 +182,7 @@ void Bucket::expect_gradient(std::size_t index) {
 
 void Bucket::note_arrival(std::size_t index) {
   add_here(index);
-  unit_.note_reader();  // the kernels before it have read the unit's parameters
+  unit_.note_reader();  // the kernels before it read the unit's parameters
   arrived_[index] = 1;
   parameters_[index]->used = true;
 }
@@ -190,7 +191,7 @@ grad::SlotOwner::View Bucket::open_slot(std::size_t index) {
   expect_gradient(index);
   // A reduction of an earlier micro-batch may still use the slots.
   if (is_reducing()) unit_.runtime().free_slots_of(unit_);
-  TESSERA_INVARIANT(!is_lent(index), "a gradient arrived while a kernel writes its slot");
+  TESSERA_INVARIANT(!is_shared(index), "a gradient arrived while a kernel writes its slot");
   ensure_slots();
   const bool first = is_empty(index);
   note_arrival(index);
@@ -201,15 +202,15 @@ void Bucket::tickets_changed(int delta) { unit_.tickets_changed(delta); }
 
 at::Tensor Bucket::share_slot(std::size_t index) {
   expect_gradient(index);
-  if (is_reducing() || is_lent(index) || !is_empty(index)) return {};
+  if (is_reducing() || is_shared(index) || !is_empty(index)) return {};
   ensure_slots();
   add_here(index);
-  lent_.push_back(index);
+  shared_slots_.push_back(index);
   return slot(index);
 }
 
 void Bucket::end_loan(std::size_t index, bool arrived) {
-  TESSERA_INVARIANT(std::erase(lent_, index) == 1, "a slot came back that is not shared");
+  TESSERA_INVARIANT(std::erase(shared_slots_, index) == 1, "a slot came back that is not shared");
   if (arrived) note_arrival(index);
 }
 
@@ -231,7 +232,7 @@ void Bucket::zero_what_did_not_arrive(const at::Tensor& slots) const {
 }
 
 std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
-  TESSERA_INVARIANT(lent_.empty(), "a reduction of slots that kernels are writing");
+  TESSERA_INVARIANT(shared_slots_.empty(), "a reduction of slots that kernels are writing");
   ensure_slots();
   if (groups_.reduce == nullptr) {
     fill_reduce();
@@ -256,7 +257,7 @@ std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
 void Bucket::fill_reduce() {
   slot_uses_.join(current_stream(), comm::EventSite::kAccept);
   const bool own_sum = groups_.reduce == nullptr;
-  // It is added on other ranks.
+  // Without a sum of its own the memory is added on other ranks, so that all of it must be defined.
   if (!(own_sum && has_sum_)) zero_what_did_not_arrive(slots_.defined() ? slots_ : wire_);
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
   if (!own_sum && slots_.defined()) {
@@ -283,9 +284,9 @@ void Bucket::reset_accumulator(std::size_t index) {
 
 void Bucket::reset_accumulator() {
   has_sum_ = false;
-  // Memory that nobody needs until gradients arrive again: activations come before. A device's
-  // allocator gives it out again at no cost; on the host the pages may have to be made again.
-  if (!gives_sums_back() || slots_.defined() || has_arrivals()) return;
+  // The memory is not needed until gradients arrive again, after the activations. A device's
+  // allocator hands it out again at no cost; on the host the pages may have to be made again.
+  if (!frees_sums() || slots_.defined() || has_arrivals()) return;
   if (!accumulator_.defined() && !replica_sum_.defined() && !final_.defined()) return;
   join_slots();
   comm::order(current_stream(), made_on_, comm::EventSite::kPoolFree);
@@ -298,7 +299,8 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   ensure_accumulator();
   arrived_[index] = 0;
   if (!has_sum_) {
-    // Where it is the slots as well, what waits of other parameters stays.
+    // Where the accumulator is the slots as well, gradients of other parameters that wait there
+    // stay.
     groups_.reduce == nullptr ? zero_what_did_not_arrive(accumulator_)
                               : static_cast<void>(accumulator_.zero_());
   }
@@ -309,7 +311,7 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   if (groups_.replicas == nullptr || groups_.replicas->rank() == 0) {
     range.copy_(value);
   } else {
-    range.zero_();  // the replica reduction will add rank 0's
+    range.zero_();  // the replica reduction adds rank 0's value
   }
 }
 
@@ -331,7 +333,7 @@ void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (groups_.reduce == nullptr) join_slots();
   slot_uses_.note(groups_.replicas->stream());
   if (!replica_sum_.defined()) replica_sum_ = make(accumulator_.numel(), plan_.key.accumulate);
-  // Copies are added as they were summed up: one sum, but for its two ends.
+  // Copies are added in the dtype in which they were summed: their sum is one with two ends.
   if (plan_.key.reduce != plan_.key.accumulate && plan_.key.reductions.copies.empty()) {
     const auto& stream = groups_.replicas->stream();
     wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce),
@@ -349,7 +351,7 @@ const at::Tensor& Bucket::finish_final(double loss_scale) {
   if (groups_.reduce == nullptr) {
     join_slots();
   } else if (!slots_.defined()) {
-    // It comes behind the reductions, and who clears the sums on another stream behind it.
+    // This stream is ordered after the reductions, and a later clearing on another stream after it.
     slot_uses_.clear();
     slot_uses_.note(current_stream());
   }
@@ -359,7 +361,7 @@ const at::Tensor& Bucket::finish_final(double loss_scale) {
   const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
   if (!final_.defined()) {
     final_ = in_place ? sum : make(plan_.slice_numel(), plan_.key.final);
-    if (!in_place && !gives_sums_back()) final_.zero_();  // as ensure_accumulator()
+    if (!in_place && !frees_sums()) final_.zero_();  // as ensure_accumulator()
   }
   const auto factor = plan_.key.reductions.divide_factor * loss_scale;
   if (!in_place || factor != 1.0) kernels::divide_into(final_, sum, factor);
@@ -375,18 +377,18 @@ void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
 }
 
 void Bucket::drop_gradients() {
-  // Collectives that nobody waits for may still write to the sums, which go on, or to the
-  // allocator.
+  // Collectives without a waiting rank may still write to the sums, which stay, or to memory that
+  // goes to the allocator.
   for (const auto* group : {groups_.reduce, groups_.replicas}) {
     if (group == nullptr) continue;
     comm::order(group->stream(), current_stream(), comm::EventSite::kReduced);
   }
-  join_slots();  // kernels may read and write what goes back, though no collective came after them
+  join_slots();  // kernels without a collective after them may still use the memory
   if (slots_.defined() && groups_.reduce != nullptr) pool_->recycle(std::move(slots_));
   slots_ = at::Tensor();
   finish_reduce();
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
-  lent_.clear();
+  shared_slots_.clear();
   has_sum_ = false;
 }
 
@@ -425,12 +427,12 @@ AxesGroups Groups::of(const layout::BucketKey& key) {
       const int stage = mesh_.shapes().coordinate(rank, axis::kPipeline);
       return std::ranges::find(copies, stage) == copies.end();
     });
-    // Ascending: the first stage's replicas come first. The World keeps it.
+    // Ranks ascend: the first stage's replicas come first. The World keeps the group.
     made.groups.replicas = all.size() > 1 ? world().group(all, "copies").get() : nullptr;
   }
   const auto members = mesh_.ranks_of({axes.begin(), axes.end()});
   if (members.size() > 1) {
-    // Separate channels, so that a long reduction does not hold up the next gather. The World keeps
+    // Separate groups, so that a long reduction does not delay the next gather. The World keeps
     // them.
     made.groups.gather = world().group(members, "gather").get();
     made.groups.reduce = world().group(members, "reduce").get();

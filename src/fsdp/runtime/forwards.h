@@ -1,10 +1,10 @@
-// Forwards: the forwards of one sharded tree, as values: what is under way, what backward may still
-// go through, and the one that prefetch follows.
+// Forwards: the forwards of one sharded tree, as values: the one under way, those that a backward
+// may still go through, and the one that prefetch follows.
 //
-// One forward of the root is a Trace (order.h), the same on every rank; this rank has a Segment of
-// it while any graph of it lives here, with one Entry for each call of a unit that backward may
-// come to. Any number of them may wait for their backwards: micro-batches of a pipeline, a graph
-// that somebody keeps. Knows no memory and no collective: runtime.h.
+// One forward of the root is a Trace (order.h), the same on every rank. This rank has a Segment of
+// it while any of its graphs lives here, with an Entry for each call of a unit that a backward may
+// reach. Any number of forwards may wait for their backwards: micro-batches of a pipeline, a graph
+// that the user keeps. Memory and collectives are in runtime.h.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +26,9 @@ struct Node;
 
 namespace tessera::fsdp {
 
-/// Nodes of an autograd graph, as far as they live. Where an exception ends a backward, nodes go in
-/// whichever device's thread holds them last, while the rank's thread may look for others of the
-/// same forward. Threads: any.
+/// The nodes of an autograd graph that still exist. After an exception in a backward, nodes are
+/// destroyed on the device thread that holds them last, while the rank's thread may search those of
+/// the same forward. Threads: any.
 class LivingNodes {
  public:
   using Node = torch::autograd::Node;
@@ -40,7 +40,7 @@ class LivingNodes {
     const base::Lock lock(mutex_);
     std::erase(nodes_, node);
   }
-  /// Whether `holds(node)` is true of one; none of them goes in the meantime.
+  /// Whether `holds(node)` is true of any node; no node is destroyed meanwhile.
   template <class Holds>
   bool any(const Holds& holds) const {
     const base::Lock lock(mutex_);
@@ -56,47 +56,47 @@ class Runtime;
 class Unit;
 struct Entry;
 
-/// Whose an outermost forward inside a step scope is (open_step.h).
+/// The stage and micro-batch of an outermost forward inside a step scope (open_step.h).
 struct InStep {
-  std::uint64_t step = 0;  ///< of the runtime, counted
+  std::uint64_t step = 0;  ///< OpenStep::number()
   int stage = 0;
   std::int64_t micro_batch = 0;
   std::size_t part = 0;  ///< among the outermost forwards of the micro-batch
 };
 
-/// One forward of the root, as all ranks have it: the units that it entered. Kept until no rank has
-/// a graph of it any more.
+/// One forward of the root, the same on all ranks: the units that it entered. Kept until no rank
+/// has a graph of it.
 struct PastForward {
   std::uint32_t number = 0;
   Trace trace;
-  std::optional<InStep> in_step;  ///< none: outside of one
-  bool forgotten = false;  ///< units have come or gone since: its numbers of them mean nothing now
+  std::optional<InStep> in_step;  ///< none: outside of a step
+  bool forgotten = false;  ///< units have come or gone since, so that its unit numbers are invalid
 };
 
 using HeldUnits = std::shared_ptr<const std::vector<std::shared_ptr<Unit>>>;
 
-/// Changes whenever a shard of these is written to.
+/// Returns a number that changes whenever a shard of the units is written to.
 std::uint64_t weights_of(const std::vector<std::shared_ptr<Unit>>& units);
 
-/// What this rank has of it.
+/// This rank's part of a PastForward.
 struct Segment {
   std::shared_ptr<PastForward> forward;
   std::uint64_t weights = 0;  ///< weights_now() when it began
   std::vector<std::weak_ptr<Entry>> entries;
-  std::vector<bool> had_grad;  ///< by position of the trace: it ran with grad mode on
-  HeldUnits units;             ///< of the whole tree: a graph may outlive the handles
+  std::vector<bool> had_grad;  ///< by position of the trace: whether grad mode was on
+  HeldUnits units;             ///< the units of the whole tree: a graph may outlive the handles
 
   std::uint64_t weights_now() const;
 };
 
-/// A backward that is owed, counted as long as this lives. Threads: any. A graph ends where its
-/// last reference does: on the rank's thread, on one to which a user gave the loss, on a device's
-/// thread of autograd that has run the last node. So nothing of the runtime is accessed but
-/// counters, which outlive it where they must.
+/// Counts a pending backward as long as it lives. Threads: any. A graph is destroyed with its last
+/// reference: on the rank's thread, on a thread to which the user gave the loss, or on a device
+/// thread of autograd that has run the last node. So it accesses nothing of the runtime but
+/// counters, of which it holds references.
 class PendingBackward {
  public:
   using Count = std::shared_ptr<std::atomic<int>>;
-  /// Counted on the model, on the unit and on those that lend it parameters: rarely any.
+  /// `owners`: counters of the units that own parameters of `unit`; there are rarely any.
   PendingBackward(Count model, Count unit, std::vector<Count> owners)
       : model_(std::move(model)), unit_(std::move(unit)), owners_(std::move(owners)) {
     add(1);
@@ -116,7 +116,7 @@ class PendingBackward {
   const std::vector<Count> owners_;
 };
 
-/// One recorded forward of one unit. Lives as long as the autograd graph that it is part of.
+/// One recorded forward of one unit. It lives as long as the autograd graph that it is part of.
 struct Entry {
   std::shared_ptr<Runtime> runtime;
   std::shared_ptr<Unit> unit;
@@ -124,8 +124,8 @@ struct Entry {
   std::size_t position = 0;
   std::uint64_t generation = 0;            ///< Runtime::generation() when it was made
   std::optional<PendingBackward> pending;  ///< none: nothing waits for its backward
-  /// Nodes that will run its backward, as far as they live: of each result, of each argument, and
-  /// of the checkpoint that it ran in (null where there is none).
+  /// Nodes that will run its backward, as long as they exist: those of results, of arguments, and
+  /// that of the checkpoint in which it ran (null: in none).
   LivingNodes at_results;
   LivingNodes at_arguments;
   std::atomic<const torch::autograd::Node*> checkpoint = nullptr;
@@ -136,7 +136,7 @@ struct Entry {
 
 class Forwards {
  public:
-  /// One that some rank has a graph of; the same ones on every rank.
+  /// A forward of which some rank has a graph; every rank has the same list.
   struct Past {
     std::shared_ptr<PastForward> forward;
     std::weak_ptr<Segment> segment;
@@ -144,47 +144,48 @@ class Forwards {
 
   // --- the forward under way ---
   bool is_open() const { return !open_.empty(); }
-  /// Inside the outermost unit alone.
+  /// Whether only the outermost unit is entered.
   bool is_outermost() const { return open_.size() == 1; }
   const std::shared_ptr<Segment>& current() const { return current_; }
-  /// `weights`: weights_of() these now.
+  /// `weights`: weights_of() the units now.
   void begin(HeldUnits units, std::uint64_t weights);
-  /// Returns the position in its trace. `checkpoint`: the outermost one that it runs in, counted
-  /// from 1; 0 for none.
+  /// Returns the position in the trace. `checkpoint`: the number, from 1, of the outermost
+  /// checkpoint that it runs in; 0 for none.
   std::size_t enter(UnitId unit, std::uint32_t checkpoint);
-  /// The unit that was entered last and not left yet. Returns whether the forward is over.
+  /// Leaves the unit that was entered last and not left yet. Returns whether the forward has ended.
   bool leave();
   void end() { current_.reset(); }
-  /// After an exception: nothing is under way.
+  /// Ends what is under way, after an exception.
   void abandon();
-  /// Counts checkpoints as they run for the first time, by their serial numbers: the same number
-  /// on every rank.
+  /// Numbers checkpoints in the order in which they first run, the same on every rank. `serial`:
+  /// the checkpoint's serial number on this rank.
   std::uint32_t number_of_checkpoint(std::uint64_t serial);
   std::uint32_t checkpoints() const { return checkpoints_; }  ///< so far
   void add(const std::shared_ptr<Entry>& entry) { current_->entries.push_back(entry); }
   bool has_entries() const { return !current_->entries.empty(); }
 
-  // --- the last trace that all ranks agreed on: what prefetch follows ---
+  // --- the last trace that all ranks agreed on, which prefetch follows ---
   void follow(const Trace& trace) { reference_ = trace; }
-  /// The unit that comes after `position`, as long as the forward is as the last one was.
+  /// Returns the unit after `position`, as long as this forward equals that trace so far.
   std::optional<UnitId> next_after(std::size_t position) const;
-  /// Whether its last call was the last one of the forward that it follows.
+  /// Whether the last call so far is one of `unit`, and is the last one of that trace.
   bool is_last(UnitId unit) const;
 
-  // --- those that backward may go through ---
+  // --- the forwards that a backward may go through ---
   const std::deque<Past>& past() const { return past_; }
-  /// So many that those without a graph should be forgotten first.
+  /// Whether there are so many that those without a graph should be forgotten first.
   bool should_forget() const { return past_.size() >= limit_; }
-  /// All but those of `alive` and the one under way.
+  /// Forgets all but those in `alive` and the one under way.
   void forget_all_but(const std::set<std::uint32_t>& alive);
   void forgot_what_it_could();
-  /// The forward under way, from its first entry on.
+  /// Keeps the forward under way, when it has its first entry.
   void keep_current() { past_.push_back({current_->forward, current_}); }
-  /// Of a step scope that is over: nothing may go through them any more.
+  /// Forgets the forwards of a step scope that has ended, which no backward may go through any
+  /// more.
   void forget_steps();
-  /// Units are numbered anew.
+  /// Forgets all forwards, since units get other numbers.
   void forget_units();
-  /// How many there were.
+  /// The number of forwards so far.
   std::uint32_t count() const { return count_; }
 
  private:
@@ -197,7 +198,7 @@ class Forwards {
   bool follows_ = false;
   std::deque<Past> past_;
   std::size_t limit_ = kKept;
-  std::uint64_t checkpoint_serial_ = 0;  // of the last checkpoint that units ran in
+  std::uint64_t checkpoint_serial_ = 0;  // the last checkpoint that units ran in
   std::uint32_t checkpoints_ = 0;
 };
 

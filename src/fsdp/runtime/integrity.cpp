@@ -8,7 +8,7 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Where a tensor's elements are to be.
+/// The expected place of a tensor's elements.
 struct Home {
   const c10::StorageImpl* storage;
   std::int64_t offset;
@@ -22,7 +22,7 @@ bool is_at(const at::Tensor& tensor, const Home& home) {
          tensor.scalar_type() == to_scalar_type(home.dtype);
 }
 
-/// 0 for inference tensors, which have none.
+/// Returns the version counter; 0 for inference tensors, which have none.
 std::uint32_t counter_of(const at::Tensor& tensor) {
   const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
   return counter.enabled() ? counter.current_version() : 0;
@@ -56,12 +56,12 @@ void check_integrity(const Unit& unit) {
       if (!is_at(leaf->tensor, whole)) {
         report(*parameter, "the module's tensor", leaf->tensor, whole);
       }
-      // libtorch's register_hook clears every hook that it has not made itself.
+      // libtorch's register_hook clears all hooks but its own.
       TESSERA_CHECK(grad::find_leaf(leaf->tensor) != nullptr, ErrorKind::kUsage, "parameter ",
                     parameter->contract.name,
                     ": found that register_hook on the module's tensor has replaced the hook by "
                     "which its gradients reach the reduction, expected none on it; make the module "
-                    "anew, and change gradients on handle.parameters() after backward");
+                    "again, and change gradients on handle.parameters() after backward");
     }
   }
   if (!unit.buffers_are_cast()) return;

@@ -1,8 +1,8 @@
-// Whether the tensors that users hold still show the memory that is gathered and stepped.
+// Checks whether the tensors that users hold still show the memory that is gathered and updated.
 //
-// Module::to(dtype), set_data or torch::load after fully_shard give a tensor memory of its own: a
-// shard is then stepped and never gathered, an unsharded parameter computes with old values for
-// ever. No hook tells, so it is looked at where a unit's parameters become readable.
+// Module::to(dtype), set_data or torch::load after fully_shard give a tensor other memory: such a
+// shard is updated but never gathered, such an unsharded parameter keeps old values for ever. No
+// hook reports this, so it is checked where a unit's parameters become readable.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,25 +13,25 @@ namespace tessera::fsdp {
 
 class Unit;
 
-/// Compares pointers and dtypes only, and looks whether the hook that takes the gradients is still
-/// there; allocates nothing. Errors: kUsage naming the parameter, what was found and expected.
+/// Compares pointers and dtypes, and checks that the hook that takes the gradients is still there;
+/// allocates nothing. Errors: kUsage naming the parameter, what was found and expected.
 void check_integrity(const Unit& unit);
 
-/// Of parameters that were just gathered, for require_unwritten().
+/// Notes the versions of parameters that were just gathered, for require_unwritten().
 void note_versions(const Unit& unit);
-/// Nobody wrote to the module's tensors since note_versions(): the memory goes, and such a write
-/// with it, but for one rank whose unsharded parameters are the shard. Errors: kUsage naming unit
-/// and parameter.
+/// Requires that the module's tensors were not written to since note_versions(): such a write is
+/// lost when the memory is freed, except on one rank whose unsharded parameters are the shard.
+/// Errors: kUsage naming unit and parameter.
 void require_unwritten(const Unit& unit);
 
-/// A gradient that the user has put on a shard lies where the shard does: assignment takes any.
-/// Errors: kUsage naming the parameter and both devices.
+/// Requires that a gradient which the user has put on a shard is on the shard's device: assignment
+/// accepts any. Errors: kUsage naming the parameter and both devices.
 void require_gradient_here(const at::Tensor& gradient, const at::Tensor& shard,
                            std::string_view parameter);
 
-/// requires_grad_() on a shard would change nothing: whether a parameter is trained stands in its
-/// contract, which lays out the buckets of all ranks. Once a forward. Errors: kUsage naming the
-/// parameter.
+/// Requires that requires_grad_() was not called on a shard, which would change nothing: the
+/// contract, which lays out the buckets of all ranks, says whether a parameter is trained. Called
+/// once for each forward. Errors: kUsage naming the parameter.
 void check_trainable(const Unit& unit);
 
 }  // namespace tessera::fsdp

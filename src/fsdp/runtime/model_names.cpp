@@ -17,8 +17,8 @@ ModelNames::ModelNames(const ShardedBase& model) {
   if (const auto& unit = model.unit()) add(*unit, unit->name());
 }
 
-/// `prefix`: what stands before the unit's names where it is met, another one than its own in every
-/// place but the first.
+/// `prefix`: the prefix of the unit's names in the place where it is met. Only in the first place
+/// is it the unit's own name.
 void ModelNames::add(const Unit& unit, const std::string& prefix) {
   const auto here = [&](const std::string& name) {
     return prefix == unit.name() ? name : prefix + name.substr(unit.name().size());
@@ -70,7 +70,7 @@ std::vector<NamedBuffer> ModelNames::stored_buffers(const ShardedBase& model) co
       all.push_back({std::move(names), std::move(view)});
       continue;
     }
-    // A unit that was sharded before a cast narrowed the buffer has the wider storage.
+    // Keeps the wider storage: that of a unit that was sharded before a cast narrowed the buffer.
     auto& first = all[place->second].view;
     if (!represents(first.contract->storage, view.contract->storage)) first = std::move(view);
   }

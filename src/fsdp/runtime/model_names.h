@@ -1,9 +1,10 @@
-// The names of a model's tensors, worked out over all of its modules, whichever of them are units.
+// The names of a model's tensors, over all of its modules, whichever of them are units.
 //
-// A unit's contracts name what its module shows when that is sharded, and a tensor that several
-// modules register is of the unit that was sharded first. Dicts, checkpoints, named_parameters(),
-// named_buffers(), visits of whole tensors and patterns of optimizers go by the names here, so that
-// they are the same in every cut of a model. Next: tessera/state_dict.h.
+// A unit's contracts have the names that its module had when it was sharded, and a tensor that
+// several modules register belongs to the unit that was sharded first. Dicts, checkpoints,
+// named_parameters(), named_buffers(), visits of whole tensors and patterns of optimizers use the
+// names of this file, so that they are the same however a model is split into units. Next:
+// tessera/state_dict.h.
 #pragma once
 
 #include <map>
@@ -21,18 +22,19 @@ struct NamedBuffer {
 };
 
 /// All names under which the modules of a handle show a tensor, each once, in the order of the
-/// modules: libtorch's named_parameters() gives the same ones. The first is the canonical one. What
-/// came with a contract (ShardOptions::contracts) has the names there.
+/// modules, as in libtorch's named_parameters(). The first one is canonical. A parameter that came
+/// with a contract (ShardOptions::contracts) has the names in it.
 class ModelNames {
  public:
   explicit ModelNames(const ShardedBase& model);
 
   std::vector<std::string> of(const GradContract& contract) const;
-  /// The contract with these names: patterns are matched against it.
+  /// Returns the contract with these names, for matching with patterns.
   GradContract named(const GradContract& contract) const;
-  /// Names of a buffer; empty where no module of the handle shows it, or a contract came with it.
+  /// Returns the names of a buffer; none where no module of the handle shows it, or a contract came
+  /// with it.
   std::vector<std::string> of(const at::Tensor& buffer) const;
-  /// Those of `model` that dicts and checkpoints hold, each tensor once.
+  /// Returns the buffers of `model` that dicts and checkpoints hold, each tensor once.
   std::vector<NamedBuffer> stored_buffers(const ShardedBase& model) const;
 
  private:

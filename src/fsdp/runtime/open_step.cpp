@@ -1,4 +1,4 @@
-// The calls of a step scope: what comes next, what is over, how the step begins and ends.
+// The calls of a step scope: the order of its actions, and how the step begins and ends.
 #include "fsdp/runtime/open_step.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 
 static_assert(StepScopeOptions::kMostStages <= 64, "a bit each in OpenStep::OfUnit");
 
-/// What throws in the middle of a step ends it on all ranks.
+/// Runs `act`, whose exceptions end the step on all ranks.
 template <class Act>
 void failing(Runtime& runtime, const Act& act) {
   try {
@@ -64,8 +64,8 @@ void OpenStep::check(const StepScopeOptions& options, const char* what) {
                 "StepScopeOptions::micro_batches out where a rank has several");
 }
 
-/// Makes the plan before anything of the step begins. A refusal, which all ranks of the stage
-/// share, leaves the model and the World as they are, unless other stages of a pipeline wait for
+/// Makes the plan before anything of the step begins. A refusal is the same on all ranks of the
+/// stage. It leaves the model and the World as they are, unless other stages of a pipeline wait for
 /// this one.
 void OpenStep::choose_plan() {
   if (records_) return;
@@ -155,12 +155,11 @@ void OpenStep::require_whole() {
   TESSERA_CHECK(weights_of(*held_) == weights_, ErrorKind::kUsage,
                 "StepScope::finish: found parameters that were changed inside the step, expected "
                 "those that it began with; change them between steps");
-  // Who has an optimizer of torch::optim clears gradients past zero_grad() of the handle.
+  // An optimizer of torch::optim clears gradients without the handle's zero_grad().
   runtime_.require_as_seen("StepScope::finish");
 }
 
-/// Returns why this rank refuses finish(); null: it does not. Errors: those of a step that has
-/// failed.
+/// Returns why this rank refuses finish(), or null. Errors: those of a step that has failed.
 std::exception_ptr OpenStep::refusal_of_end() {
   try {
     require_nothing_under_way("StepScope::finish");
@@ -185,7 +184,7 @@ void OpenStep::finish() {
     for (auto* unit : runtime_.units()) {
       if (unit->controls.reshard_after_backward) unit->release();
     }
-    // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
+    // Frees idle memory that steps with other plans took, since a plan's budget counts all memory.
     if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
   if (records_ && record_.varies && asked_for_pairs_) {
@@ -229,7 +228,7 @@ void OpenStep::start(UnderWay& under, Action action) {
   if (!records_ && action.kind == Kind::kForward) follow(under, &MicroBatchPlan::forward);
 }
 
-/// Nothing is under way there.
+/// Leaves nothing under way there.
 void OpenStep::reset(UnderWay& under) { under = {.marks = &base_marks_}; }
 
 void OpenStep::end_action() {
@@ -237,7 +236,7 @@ void OpenStep::end_action() {
   if (forward_.action.kind == Kind::kForward) end_forward();
   now_ = &backward_;
   if (backward_.action.kind == Kind::kBackward && !backward_.action.began) {
-    // Nothing here required a gradient of it; what it issues is issued all the same.
+    // No result of this rank required a gradient; the collectives are issued all the same.
     failing(runtime_, [&] {
       plan_backward(nullptr);
       end_backward();
@@ -250,7 +249,7 @@ void OpenStep::end_action() {
 void OpenStep::end_forward() {
   const auto& action = forward_.action;
   auto& record = record_.stages[static_cast<std::size_t>(action.stage)];
-  // From the next pair on: what a checkpoint drew comes again while the other pass computes.
+  // A checkpoint draws the same numbers again while the other pass of a pair computes.
   turns_.draws = turns_.draws || forward_.drew_before != checkpoints_that_drew();
   if (!records_) {
     if (action.parts < record.parts.size()) {
@@ -304,7 +303,7 @@ void OpenStep::start_forward(int stage, std::int64_t micro_batch) {
   start(forward_, {.kind = Kind::kForward, .stage = stage, .micro_batch = micro_batch});
 }
 
-/// Where their number is known they come one after the other.
+/// Requires that micro-batches come one after the other where their number is known.
 void OpenStep::require_next(const Stage& stage, std::int64_t micro_batch) const {
   if (!options_.micro_batches) return;
   constexpr auto kWhat = "StepScope::begin_forward";
@@ -373,7 +372,7 @@ void OpenStep::run_weight_gradients(int stage, std::int64_t micro_batch) {
   start(backward_, {.kind = Kind::kWeights, .stage = stage, .micro_batch = micro_batch});
   failing(runtime_, [&] { runtime_.store().run({stage, micro_batch}); });
   one.state = State::kDone;
-  touch(stage);
+  mark_dirty(stage);
   end_action();
 }
 
@@ -381,7 +380,7 @@ bool OpenStep::all_have_run() const {
   return std::ranges::none_of(stages_, [](const Stage& stage) { return stage.units.empty(); });
 }
 
-/// Of a unit that several stages use, as long as it is known which.
+/// Whether all stages that use the unit are in `said`. False until all stages have run.
 bool OpenStep::is_last_user(std::uint64_t said, const OfUnit& of) const {
   return all_have_run() && (said & of.users) == of.users;
 }
@@ -414,8 +413,8 @@ void OpenStep::reshard(int stage) {
   end_action();
 }
 
-/// Notes that units of the stage may have gradients, except those that the pass under way reduced.
-void OpenStep::touch(int stage) {
+/// Marks the units of the stage as dirty, except those that the pass under way has reduced.
+void OpenStep::mark_dirty(int stage) {
   for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].dirty = true;
   if (backward_.pass.plan == nullptr) return;
   for (const auto& [kind, id] : backward_.pass.plan->actions) {
@@ -447,7 +446,7 @@ void OpenStep::reduce(int stage) {
   }
   start(backward_, {.kind = Kind::kReduce, .stage = stage});
   of.reduced = true;
-  // Of these no gradient comes any more.
+  // These stages form no more gradients.
   std::uint64_t over = 0;
   for (int i = 0; i < options_.stages; ++i) {
     if (is_over(stages_[static_cast<std::size_t>(i)])) over |= std::uint64_t{1} << i;

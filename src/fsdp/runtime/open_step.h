@@ -1,41 +1,46 @@
 // OpenStep: one step of a sharded tree, while a StepScope is open. [Note: step scope]
 //
-// Inside it weights do not change, so nothing is compared with the shards, no user's gradient is
-// looked for, and nothing is published before finish(). It knows whose each forward and backward is
-// (stage and micro-batch), which is what a runtime alone cannot: so it chooses for each backward
-// whether weight gradients are put off, and reduces and releases a stage when that is over.
+// Inside it weights do not change, so nothing is compared with the shards, gradients of the user
+// are not imported, and nothing is published before finish(). The step knows the stage and
+// micro-batch of each forward and backward, which the runtime alone does not: so it chooses for
+// each backward whether weight gradients are deferred, and it reduces and reshards a stage when the
+// stage ends.
 //
-// Which collectives go out follows from agreed values only. The first step of a schedule agrees at
-// each backward, as outside of one, and records what each stage enters and what its backward goes
-// through (StepRecord). A later one agrees when it begins, on that and on all that is set, and no
-// more until finish(): a forward enters what was recorded and a backward goes through no more than
-// that, or the step fails on all ranks. A backward that goes through less does the steps of what it
-// leaves out all the same. Where micro-batches of one stage enter different units there is nothing
-// to follow, and each step records.
+// Agreed values alone decide which collectives are issued. The first step of a schedule agrees at
+// each backward, as outside of a step, and records what each stage enters and what its backward
+// goes through (StepRecord). A later step agrees once, when it begins, on that record and on all
+// settings, and not again until finish(). Its forwards enter what was recorded and its backwards go
+// through no more than that, or the step fails on all ranks. A backward that goes through less runs
+// the actions of what it leaves out all the same. Where micro-batches of one stage enter different
+// units there is nothing to follow, and each step records.
 //
-// A step that follows a record does what a StepPlan says (../agreed/step_plan.h), and nothing else:
-// what is gathered, waited for, kept, given back and reduced, at which place of which forward and
-// backward. It is made when the step begins, from the record, from what is set and what is gathered
-// then, all of it agreed; by the model's planner where it has one, else it is the eager plan. Ranks
-// compare its hash where a planner made it. In a step that records each backward has a plan of its
-// own, as outside of a scope, and after each of them only what stays (stays()) is unsharded.
+// A step that follows a record runs the actions of a StepPlan (../agreed/step_plan.h) and no
+// others: what is gathered, waited for, kept, released and reduced, at which place of which forward
+// and backward. The plan is made when the step begins, from the record, the settings and the units
+// that are gathered then, on which all ranks have agreed. The model's planner makes it, and ranks
+// compare its hash; without a planner it is the eager plan. In a step that records each backward
+// has a plan of its own, as outside of a scope, and after each of them only the units that stay
+// (stays()) are unsharded.
 //
-// [Note: pairs] run_pair() runs a forward beside a backward: two call stacks on the rank's thread
-// take turns at exchanges (comm/turns.h), so that those of one are under way while the other
-// computes. Each has an action and a pass of its own (UnderWay), and every call of the runtime says
-// by itself whose it is: a forward's, or a backward's, recomputation included. A unit that both use
-// is gathered by the first that comes to it and given back by the last that leaves it, and each has
-// AccumulateGrad nodes of its own there (grad/pair_accumulators.h); since turns go by counts, these
-// are the same on every rank. Ranks issue exchanges in the same order if each of them takes as many
-// turns: a step that records counts those of each stage's forward and backward, ranks compare the
-// counts when a later one begins, and a pass that leaves them fails. Where there is no record,
-// where ranks or micro-batches have other counts, or where a checkpoint draws random numbers of the
-// process, a pair runs in turn: the backward, then the forward. A rank's pair never meets a
-// backward that is being recorded, whose agreements no forward expects.
+// [Note: pairs] run_pair() runs a forward while a backward runs: two call stacks on the rank's
+// thread take turns at exchanges (comm/turns.h), so that exchanges of one are under way while the
+// other computes. Each has an action and a pass of its own (UnderWay). Every call of the runtime
+// tells by itself which of the two it belongs to; recomputation belongs to the backward. A unit
+// that both use is gathered by the first that enters it and released by the last that leaves it,
+// and each has its own AccumulateGrad nodes there (grad/pair_accumulators.h). Turns change by
+// counts, so these are the same on every rank.
 //
-// Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
-// The functions that it calls stand together in runtime.h.
-// Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
+// Ranks issue exchanges in the same order if all take the same number of turns: a step that records
+// counts the turns of each stage's forward and backward, ranks compare the counts when a later step
+// begins, and a pass with another count fails. The backward runs first and the forward after it,
+// without overlap, in a step that records, where ranks or micro-batches have different counts, or
+// where a checkpoint draws random numbers from the process's generator. So a pair never overlaps
+// with a backward that is recorded, whose agreements a forward does not expect.
+//
+// The runtime owns the step while it is open; the scope keeps it longer, to report that it has
+// ended. The functions of the runtime that the step calls are grouped in runtime.h. Next:
+// open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
+// backwards inside), step_pairs.cpp, ../agreed/order.h.
 // backwards inside), step_pairs.cpp, ../agreed/order.h.
 #pragma once
 
@@ -72,7 +77,7 @@ class OpenStep {
   /// Runtime::open_step() then calls agree_at_begin(), choose_plan() and settle_into() in turn.
   OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t number);
 
-  // --- as the functions of StepScope ---
+  // --- the functions of StepScope ---
   void begin_forward(int stage, std::int64_t micro_batch);
   void begin_backward(int stage, std::int64_t micro_batch, Backward backward);
   void run_pair(const StepForward& forward, const StepBackward& backward);
@@ -81,37 +86,38 @@ class OpenStep {
   void reduce(int stage);
   void finish();
   bool records() const { return records_; }
-  /// A forward and a backward are under way, beside each other.
+  /// Whether a forward and a backward are under way at the same time.
   bool is_pair() const { return forward_.pass.paired != nullptr; }
 
   // --- called by the runtime ---
-  /// Collective, as choose_plan().
+  /// The next three begin the step, in this order. The first two are collective.
   void agree_at_begin();
   void choose_plan();
   void settle_into();
-  std::uint64_t number() const { return number_; }  ///< of the runtime's steps
-  /// Behind the controls in labels.
+  std::uint64_t number() const { return number_; }  ///< counts the runtime's steps
+  /// The end of labels: the controls, and the stage under way.
   const std::string& marks() const { return *now_->marks; }
-  /// Of the forward or backward under way, for labels.
+  /// The micro-batch of the forward or backward under way, for labels.
   std::uint32_t micro_batch() const { return now_->micro_batch(); }
   void begin_outermost();
-  /// A unit is entered at `position` of the outermost forward under way. Errors: kComm for another
-  /// one than was recorded.
+  /// Notes that a unit is entered at `position` of the outermost forward under way. Errors: kComm
+  /// where the record has another unit there.
   void enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint);
-  /// Makes its parameters readable, and does what the plan has meanwhile. Not where it records.
+  /// Makes the unit's parameters readable and runs the actions that overlap with its forward. Not
+  /// in a step that records.
   void gather_for(Unit& unit, std::size_t position);
-  /// Whether the runtime keeps it for an agreement at backward.
+  /// Whether the runtime keeps forwards, for an agreement when their backward begins.
   bool keeps_forwards() const { return records_; }
   void leave(Unit& unit, bool is_outermost);
   void plan_backward(const Entry* first);
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
   void end_backward();
-  /// The forwards of the micro-batch whose backward is under way; none where none is.
+  /// Returns the forwards of the micro-batch whose backward is under way, if any.
   std::vector<std::shared_ptr<Segment>> segments_under_way() const;
-  /// What begins, in words and as a hash: entered into agreements at backward.
+  /// Returns the action under way, as text, for agreements and messages.
   std::string action_as_text() const;
-  /// Units have come or gone: nothing of the step is meant any more.
+  /// Notes that units have come or gone, so that the step cannot continue.
   void units_changed() { units_changed_ = true; }
 
  private:
@@ -121,17 +127,17 @@ class OpenStep {
     int stage = 0;
     std::int64_t micro_batch = 0;
     Backward backward = Backward::kFull;
-    bool began = false;        ///< of a backward: autograd has come to a unit
-    std::size_t parts = 0;     ///< of a forward: outermost forwards that have ended
-    std::uint32_t before = 0;  ///< of a forward: checkpoints that ran before it
+    bool began = false;        ///< of a backward: autograd has reached a unit
+    std::size_t parts = 0;     ///< of a forward: number of outermost forwards that have ended
+    std::uint32_t before = 0;  ///< of a forward: number of checkpoints that ran before it
   };
   /// A call that is under way: in a pair, one of two.
   struct UnderWay {
     Action action = {};
     const std::string* marks = nullptr;
-    Pass pass = {};  ///< of a forward or backward; a forward that is recorded has none
-    std::int64_t turns_before = 0;  ///< turns of this rank when it began
-    std::uint64_t drew_before = 0;  ///< checkpoints of this thread that had drawn, then
+    Pass pass = {};  ///< for a forward or backward; a forward that is recorded has none
+    std::int64_t turns_before = 0;  ///< number of turns of this rank when it began
+    std::uint64_t drew_before = 0;  ///< checkpoints_that_drew() when it began
     std::uint32_t micro_batch() const { return static_cast<std::uint32_t>(action.micro_batch); }
   };
   enum class State : std::uint8_t { kForward, kInputDone, kDone };
@@ -143,17 +149,17 @@ class OpenStep {
   };
   struct Stage {
     std::map<std::int64_t, MicroBatch> micro_batches;
-    std::vector<UnitId> units;  // as first_entries(); empty: it has not run yet
+    std::vector<UnitId> units;  // first_entries() of its forwards; empty: not run yet
     std::string marks;
     bool had_backward = false;
     bool resharded = false;
     bool reduced = false;
   };
-  /// How the step stands with a unit.
+  /// The state of a unit in the step.
   struct OfUnit {
-    std::uint64_t users = 0;      // stages that enter it, a bit each
-    std::uint64_t resharded = 0;  // of these
-    std::uint64_t reduced = 0;    // since it was last reduced
+    std::uint64_t users = 0;      // stages that enter it, one bit each
+    std::uint64_t resharded = 0;  // those of them that were resharded
+    std::uint64_t reduced = 0;    // those that were reduced since the unit was last reduced
     bool dirty = false;           // it may have gradients that are not reduced
   };
 
@@ -188,7 +194,7 @@ class OpenStep {
   bool all_have_run() const;
   bool is_last_user(std::uint64_t said, const OfUnit& of) const;
   static bool is_over(const Stage& stage);
-  void touch(int stage);
+  void mark_dirty(int stage);
   void require_whole();
   std::exception_ptr refusal_of_end();
   // step_pairs.cpp
@@ -221,26 +227,26 @@ class OpenStep {
   bool units_changed_ = false;
   bool finished_ = false;
   bool asked_for_pairs_ = false;
-  bool inside_pair_ = false;    // a function of a pair runs, in turn or beside the other
-  KnownStep* known_ = nullptr;  // while it begins; null: it records
-  StepRecord record_;           // what is followed, or has been recorded so far
-  StepTurns turns_;             // the same
+  bool inside_pair_ = false;    // a function of a pair runs, overlapped or not
+  KnownStep* known_ = nullptr;  // valid while the step begins; null: it records
+  StepRecord record_;           // followed, or recorded so far
+  StepTurns turns_;             // followed, or recorded so far
   bool ranks_turn_alike_ = true;
-  std::shared_ptr<const StepPlan> step_plan_;  // where it is followed
-  // Requests of the pool before this step, where a planner has made the plan for it.
+  std::shared_ptr<const StepPlan> step_plan_;  // null in a step that records
+  // Number of requests to the pool before this step, where a planner has made the plan for it.
   std::optional<std::uint64_t> first_of_plan_;
   std::vector<Stage> stages_;
   std::vector<OfUnit> units_;
   std::vector<std::vector<UnitId>> owners_;         // by unit
-  HeldUnits held_;                                  // all of them, until it has ended
-  std::uint64_t weights_ = 0;                       // weights_of() these when it began
-  UnderWay forward_;                                // of a forward
-  UnderWay backward_;                               // of a backward, or of another call
-  UnderWay* now_ = &backward_;                      // whose code has come by last
+  HeldUnits held_;                                  // all units, until the step has ended
+  std::uint64_t weights_ = 0;                       // weights_of(*held_) when it began
+  UnderWay forward_;                                // the forward under way
+  UnderWay backward_;                               // the backward, or another call
+  UnderWay* now_ = &backward_;                      // the one whose code ran last
   grad::PairAccumulators* accumulators_ = nullptr;  // while a pair runs side by side
   std::vector<Action> log_;
   std::string base_marks_;
-  StageRecord recorded_;  // what the backward under way goes through, where the step records
+  StageRecord recorded_;  // of the backward under way, in a step that records
 };
 
 }  // namespace tessera::fsdp

@@ -1,5 +1,5 @@
-// Runs the actions of passes. Every gather and every reduction is issued by issue_gather() and
-// reduce(), also where no plan asks for it: in a forward without a plan, by a user, at the end.
+// Runs the actions of passes. issue_gather() and reduce() issue every gather and every reduction,
+// also those without a plan: in a forward without one, for the user, and at the end.
 #include "fsdp/runtime/pass.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ std::vector<PassedPlace>::const_iterator BackwardUnderWay::find(const PassedPlac
   return std::find(places.begin() + static_cast<std::ptrdiff_t>(passed), places.end(), place);
 }
 
-void BackwardUnderWay::come_by(const PassedPlace& place) {
+void BackwardUnderWay::note_passed(const PassedPlace& place) {
   if (const auto found = find(place); found != places.end()) {
     passed = static_cast<std::size_t>(found - places.begin());
   }
@@ -40,12 +40,12 @@ void Runtime::advance(Pass& pass, std::size_t count) {
     switch (kind) {
       case PlanAction::Kind::kGatherShared:
         pass.hold(id, true);
-        if (unit.gathered() || unit.gather_pending()) break;  // by another stage's list
+        if (unit.gathered() || unit.gather_pending()) break;  // by another stage's plan
         [[fallthrough]];
       case PlanAction::Kind::kGather:
         pass.hold(id, true);
-        if (pass.paired != nullptr && pass.paired->has(id)) break;  // by the other pass
-        // A repeated forward came before its backward, and has gathered it on all ranks.
+        if (pass.paired != nullptr && pass.paired->has(id)) break;  // by the other pass of the pair
+        // A repeated forward before this backward has gathered it, on all ranks.
         if (std::exchange(unit.progress_.gathered_again, false)) break;
         // Outside of a step a backward inside this one may have gathered it.
         TESSERA_INVARIANT(step_ == nullptr || !(unit.gathered() || unit.gather_pending()), "unit ",
@@ -59,10 +59,10 @@ void Runtime::advance(Pass& pass, std::size_t count) {
       case PlanAction::Kind::kKeepToUpdate:
         break;  // it stays until its release
       case PlanAction::Kind::kRecompute:
-        break;  // the module does it when autograd comes to it, as it was told in its forward
+        break;  // the module does this by itself in its backward
       case PlanAction::Kind::kRelease:
         pass.hold(id, false);
-        if (pass.paired != nullptr && pass.paired->has(id)) break;  // the other one reads it
+        if (pass.paired != nullptr && pass.paired->has(id)) break;  // the other pass reads it
         unit.release();
         break;
       case PlanAction::Kind::kReduce:
@@ -72,7 +72,7 @@ void Runtime::advance(Pass& pass, std::size_t count) {
   }
 }
 
-/// Makes the unit and its lenders readable.
+/// Makes the unit readable, and the units that own parameters of it.
 void Runtime::make_readable(Unit& unit, Gathers gathers) {
   const bool here = gathers == Gathers::kHere;
   const auto make = [&](Unit& one) {
@@ -102,8 +102,8 @@ void Runtime::issue_gather(Unit& unit, std::uint32_t number) {
 void Runtime::reduce(Unit& unit, bool is_shown_next) {
   if (!unit.trainable()) return;
   auto& progress = unit.progress_;
-  // A gradient that a layer deferred by itself holds back the reductions that follow, so that their
-  // order stays. In a step each backward says whether it defers.
+  // A gradient that a layer defers by itself delays all reductions that follow, so that their order
+  // stays. In a step each backward says whether it defers.
   holds_reductions_ = holds_reductions_ || (step_ == nullptr && progress.tickets > 0);
   progress.pending = holds_reductions_ || !unit.controls.requires_sync;
   if (progress.pending) return;

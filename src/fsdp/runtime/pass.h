@@ -1,5 +1,5 @@
-// Pass: a forward or backward under way, as its plan and how much of it is done. The runtime or the
-// open step owns it; Runtime::advance() runs the actions.
+// Pass: a forward or backward under way: its plan, and how much of the plan is done. The runtime or
+// the open step owns it; Runtime::advance() runs the actions.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@ namespace tessera::fsdp {
 struct Pass {
   std::shared_ptr<const PassPlan> plan;
   std::uint32_t number = 0;  ///< of the forward or micro-batch, for labels of gathers
-  std::size_t done = 0;      ///< of its actions
-  // In a pair ([Note: pairs] in open_step.h):
-  const Pass* paired = nullptr;  ///< the other one
-  std::vector<bool> holds;       ///< by unit: gathered for it, and not given back
+  std::size_t done = 0;      ///< number of actions
+  // For a pair ([Note: pairs] in open_step.h):
+  const Pass* paired = nullptr;  ///< the other pass
+  std::vector<bool> holds;       ///< by unit: gathered for this pass, and not released
 
   bool has(UnitId unit) const { return unit < holds.size() && holds[unit]; }
   void hold(UnitId unit, bool value) {

@@ -15,38 +15,39 @@
 namespace tessera::fsdp {
 namespace {
 
-void see(Parameter& p) {
+void record_published(Parameter& p) {
   p.seen_grad = p.shard.grad();
   p.seen_version = static_cast<std::uint32_t>(p.seen_grad._version());
 }
 
-/// What the next publication adds to it has not been shown yet.
-bool is_waited_for(const Unit& unit, const Parameter& p) {
+/// Whether gradients wait that the next publication adds to this one.
+bool has_waiting(const Unit& unit, const Parameter& p) {
   return unit.progress().unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
 }
 
-/// The user's own, or one whose sum is not what it shows any more.
+/// Whether the gradient is one of the user, or no longer shows the parameter's sum.
 bool is_changed(const Unit& unit, const Parameter& p) {
   const auto& grad = p.shard.grad();
   if (!grad.is_same(p.seen_grad)) return true;
   if (static_cast<std::uint32_t>(grad._version()) == p.seen_version) return false;
-  // Changes of a view of the accumulator are in the sum already; but what waits may lie elsewhere,
-  // and whether it does depends on the number of ranks.
+  // A view of the accumulator is part of the sum, and so are changes of it. But gradients that wait
+  // may be elsewhere, depending on the number of ranks.
   const auto& bucket = *unit.buckets()[p.bucket];
   const bool in_sum = bucket.final_is_accumulator() && bucket.accumulator().defined() &&
                       grad.is_alias_of(bucket.accumulator());
-  return !in_sum || is_waited_for(unit, p);
+  return !in_sum || has_waiting(unit, p);
 }
 
-// [Note: kept gradients] As in PyTorch a gradient is one tensor for as long as it stands on its
-// shard: later micro-batches are added to it in place, and its version counter says so. Once it is
-// cleared, or replaced, it is whoever's holds it, and the next gradient has to lie elsewhere. A
-// bucket's gradients share one memory, which is used again step after step: only where its storage
-// is referred to by more than the bucket and the gradients that stand is it left, for good, to
-// whoever that is. So a step in which nobody keeps anything makes and copies nothing.
+// [Note: kept gradients] As in PyTorch a gradient is one tensor as long as it is on its shard:
+// later micro-batches are added to it in place, and its version counter shows that. Once it is
+// cleared or replaced it belongs to the user, if the user holds it, and the next gradient needs
+// other memory. A bucket's gradients share one memory, which each step uses again. Where the user
+// holds a part of it, so that its storage has more references than those of the bucket and of the
+// present gradients, the user keeps it for good and the bucket takes other memory. A step in which
+// no gradient is kept allocates and copies nothing.
 
-/// The gradient on the shard is the one that was published.
-bool stands(const Parameter& p) {
+/// Whether the gradient on the shard is the published one.
+bool shows_published(const Parameter& p) {
   const auto& grad = p.shard.grad();
   return grad.defined() && grad.is_same(p.seen_grad);
 }
@@ -55,26 +56,26 @@ bool is_kept(const Unit& unit, std::size_t bucket, const at::Tensor& memory) {
   if (!memory.defined()) return false;
   std::size_t ours = 1;
   for (const auto& p : unit.parameters()) {
-    if (p->bucket == bucket && stands(*p) && p->shard.grad().is_alias_of(memory)) ++ours;
+    if (p->bucket == bucket && shows_published(*p) && p->shard.grad().is_alias_of(memory)) ++ours;
   }
   return memory.storage().use_count() > ours;
 }
 
-/// The parameter's part of what its bucket has last made final.
+/// Returns the parameter's part of its bucket's final gradient.
 at::Tensor final_of(const Unit& unit, const Parameter& p) {
   const auto& bucket = *unit.buckets()[p.bucket];
   const auto owned = p.owned();
   const auto begin = owned.empty() ? 0 : bucket.plan().offset_in_slice(p.placed(), bucket.rank());
-  // A version counter of its own: what the user changes is this gradient, not the whole bucket.
+  // It has a separate version counter: the user changes this gradient, not the whole bucket.
   return bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
 }
 
 }  // namespace
 
-/// Before anything is added to the sums.
+/// Leaves the memory of gradients that the user keeps, before anything is added to the sums.
 void Publisher::leave_kept_sums(Unit& unit) {
   for (const auto& p : unit.parameters()) {
-    if (!stands(*p)) p->seen_grad = at::Tensor();
+    if (!shows_published(*p)) p->seen_grad = at::Tensor();
   }
   for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
     auto& bucket = *unit.buckets()[i];
@@ -82,11 +83,12 @@ void Publisher::leave_kept_sums(Unit& unit) {
       return bucket.final_is_accumulator() && is_kept(unit, i, bucket.accumulator());
     };
     if (!is_published_here()) continue;
-    reducer_.finish(unit);  // they refer to it as well
+    reducer_.finish(unit);  // reductions under way refer to it as well
     if (!is_published_here()) continue;
     bucket.leave_accumulator();
     for (const auto& p : unit.parameters()) {
-      if (p->bucket == i && stands(*p)) p->shard.mutable_grad().set_data(final_of(unit, *p));
+      if (p->bucket == i && shows_published(*p))
+        p->shard.mutable_grad().set_data(final_of(unit, *p));
     }
   }
 }
@@ -99,7 +101,7 @@ void Publisher::leave_shown_sums(const Unit& unit) {
     const bool is_shown =
         sum.defined() &&
         std::any_of(unit.parameters().begin(), unit.parameters().end(), [&](const auto& p) {
-          return p->bucket == i && stands(*p) && p->shard.grad().is_alias_of(sum);
+          return p->bucket == i && shows_published(*p) && p->shard.grad().is_alias_of(sum);
         });
     if (is_shown) bucket.leave_accumulator();
   }
@@ -110,20 +112,21 @@ namespace {
 void show_gradient(const Unit& unit, Parameter& p) {
   auto& grad = p.shard.mutable_grad();
   const auto next = final_of(unit, p);
-  if (stands(p) && grad.scalar_type() == next.scalar_type()) {
+  if (shows_published(p) && grad.scalar_type() == next.scalar_type()) {
     if (!grad.is_alias_of(next) || grad.storage_offset() != next.storage_offset())
       grad.set_data(next);
     grad.unsafeGetTensorImpl()->bump_version();
   } else {
     grad = next;
   }
-  see(p);
+  record_published(p);
 }
 
 }  // namespace
 
-/// One bitmap a step: a parameter that is used on any rank has a gradient on all (zeros elsewhere);
-/// one that is used nowhere has none, and the optimizer skips it, as unsharded. [Note: unused]
+/// Agrees with one bitmap a step: a parameter that any rank used has a gradient on all ranks (zeros
+/// elsewhere); one that no rank used has none, and the optimizer skips it, as without sharding.
+/// [Note: unused]
 void Publisher::agree_on_used() {
   if (groups_.data() == nullptr) return;
   std::vector<bool> used;
@@ -138,7 +141,7 @@ void Publisher::agree_on_used() {
 }
 
 void Publisher::publish(const ModelControls& controls, const std::string& marks) {
-  // A partial sum over replicas waits in the accumulators.
+  // Where there are replicas, the accumulators hold partial sums.
   const auto is_partial = [](const std::unique_ptr<Bucket>& bucket) {
     return bucket->trainable() && bucket->groups().replicas != nullptr;
   };
@@ -159,7 +162,7 @@ void Publisher::publish(const ModelControls& controls, const std::string& marks)
       finals.push_back(&bucket);
     }
   }
-  // One batch a group: replicas, then those that hold copies of what is here.
+  // One batch for each group: the replicas first, then the stages with copies.
   std::vector<comm::Group*> partial_over;
   for (const auto* bucket : finals) {
     auto* group = bucket->groups().replicas;
@@ -196,7 +199,7 @@ void Publisher::publish(const ModelControls& controls, const std::string& marks)
   }
 }
 
-/// The user's `.grad` takes the place of the parameter's sum.
+/// Replaces the parameter's sum by the user's `.grad`.
 void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& controls) {
   const auto& grad = p.shard.grad();
   auto& bucket = unit.bucket_of(p);
@@ -204,11 +207,12 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
   TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
-  // On any number of ranks alike: zeros clear what waits, other values cannot tell what they mean.
+  // Zeros clear what waits. Other values are refused, since whether they include what waits depends
+  // on the number of ranks.
   const auto is_zero = [&] {
     return !comm::read_on_host(grad.any(), "gradient of " + p.contract.name).item<bool>();
   };
-  TESSERA_CHECK(!is_waited_for(unit, p) || is_zero(), ErrorKind::kUsage, "gradient of ",
+  TESSERA_CHECK(!has_waiting(unit, p) || is_zero(), ErrorKind::kUsage, "gradient of ",
                 p.contract.name,
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "
@@ -225,10 +229,10 @@ void Publisher::forget_cleared() {
     for (std::size_t i = 0; i < unit->buckets().size(); ++i) {
       auto& bucket = *unit->buckets()[i];
       if (!bucket.trainable() || bucket.has_arrivals() || bucket.is_reducing()) continue;
-      const auto stands_in_it = [&](const std::shared_ptr<Parameter>& p) {
+      const auto has_gradient_in_it = [&](const std::shared_ptr<Parameter>& p) {
         return p->bucket == i && p->shard.grad().defined();
       };
-      if (std::ranges::any_of(unit->parameters(), stands_in_it)) continue;
+      if (std::ranges::any_of(unit->parameters(), has_gradient_in_it)) continue;
       for (const auto& p : unit->parameters()) {
         if (p->bucket != i) continue;
         p->used = p->published = false;
@@ -241,7 +245,7 @@ void Publisher::forget_cleared() {
 
 void Publisher::import_user_changes(const ModelControls& controls) {
   const at::NoGradGuard no_grad;
-  forget_cleared();  // cleared since the forward: no zeros are written to what nothing is added to
+  forget_cleared();  // those cleared since the forward: no zeros are written for them
   for (auto* unit : units_) {
     check_integrity(*unit);
     leave_kept_sums(*unit);
@@ -251,8 +255,8 @@ void Publisher::import_user_changes(const ModelControls& controls) {
       auto& bucket = unit->bucket_of(*p);
       const auto& grad = p->shard.grad();
       if (!grad.defined()) {
-        // zero_grad(set_to_none): a new sum begins, on any number of ranks without what waits.
-        // Without a publication the sum is one that still waits.
+        // zero_grad(set_to_none): a new sum begins, without what waits, on any number of ranks. A
+        // sum that was never published still waits, and stays.
         if (p->published) {
           reducer_.finish(*unit);
           bucket.reset_accumulator(p->place);
@@ -268,7 +272,7 @@ void Publisher::import_user_changes(const ModelControls& controls) {
         reducer_.finish(*unit);
         import_changed(*unit, *p, controls);
       }
-      see(*p);
+      record_published(*p);
     }
     for (std::size_t i = 0; i < keeps.size(); ++i) {
       if (!keeps[i] && unit->buckets()[i]->trainable()) unit->buckets()[i]->reset_accumulator();

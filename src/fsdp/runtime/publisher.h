@@ -1,8 +1,9 @@
-// Publisher: what happens to gradients between two backwards.
+// Publisher: handles gradients between two backwards.
 //
-// At the end of a backward that reduces: who used what, the sum over replicas, the final cast,
-// `.grad` of the shards. At the beginning of the next one: what the user did to them meanwhile.
-// [Note: unused], [Note: kept gradients] in publisher.cpp.
+// At the end of a backward that reduces it agrees on the used parameters, sums over replicas, casts
+// to the final dtype and sets `.grad` of the shards. When the next backward begins it takes over
+// the changes that the user has made to them. [Note: unused], [Note: kept gradients] in
+// publisher.cpp.
 #pragma once
 
 #include <string>
@@ -20,25 +21,28 @@ struct Parameter;
 
 class Publisher {
  public:
-  /// `units` of the tree, in plan order.
+  /// `units`: those of the tree, in plan order.
   Publisher(const Groups& groups, Reducer& reducer, const std::vector<Unit*>& units)
       : groups_(groups), reducer_(reducer), units_(units) {}
 
-  /// Gradients that were reduced since the last time appear on the shards. Collective. `marks` go
+  /// Puts the gradients that were reduced since the last call on the shards. Collective. `marks` go
   /// into the labels.
   void publish(const ModelControls& controls, const std::string& marks);
-  /// Begins new sums in buckets of which the user has cleared all, and nothing waits: on a device
-  /// their memory is free for what comes before the next backward. Nothing may be under way.
+  /// Starts new sums in buckets whose gradients the user has cleared, where nothing is pending: on
+  /// a device their memory is free for what comes before the next backward. Nothing may be under
+  /// way.
   void forget_cleared();
-  /// What users changed, cleared or kept since. Errors: kContract, kUsage naming the parameter.
+  /// Takes over the gradients that the user changed, cleared or kept since. Errors: kContract,
+  /// kUsage naming the parameter.
   void import_user_changes(const ModelControls& controls);
-  /// What stands on the shards is what import_user_changes() has seen last. Errors: kUsage, naming
-  /// `what` and the parameter.
+  /// Requires that the gradients on the shards are those that import_user_changes() has seen last.
+  /// Errors: kUsage, naming `what` and the parameter.
   void require_as_seen(const char* what) const;
-  /// Sums that stand are of losses of another scale.
+  /// Notes that the present sums are of losses of another scale.
   void rescaled() { rescaled_ = true; }
-  /// Before a reduction into the sums that nobody waits for at the end of this backward: what is
-  /// shown may be read and written by the user meanwhile.
+  /// Moves sums that the user can see to other memory, before a reduction into them that the end of
+  /// this backward does not wait for: the user may read and write the published gradients
+  /// meanwhile.
   static void leave_shown_sums(const Unit& unit);
 
  private:

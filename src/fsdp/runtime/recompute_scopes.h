@@ -1,12 +1,12 @@
-// Recomputation: what handles may not do while a checkpointed forward runs again inside backward.
+// Recomputation: what the handles do while a checkpointed forward runs again inside a backward.
 //
 // [Note: recomputation] The composition is unit(checkpoint(block)). A handle that is called inside
-// a checkpoint records its forward when it runs the first time (without grad); when it runs again,
-// inside backward, it neither opens a new segment nor counts: it takes the entry that it made the
-// first time, which then is gathered, marked and released as in any backward. Random numbers and
-// autocast are those of the first time (recompute.cpp); a selective checkpoint hands out again
-// what keep() was given. Used by tessera::checkpoint. What runs again by non-reentrant
-// checkpoints of torch has no scope: repeated_calls.h.
+// a checkpoint records its forward when that runs the first time (without grad). When the forward
+// runs again, inside the backward, it neither opens a new segment nor counts: it takes the entry of
+// the first time, which is then gathered, marked and released as in any backward. Random numbers
+// and autocast are those of the first time (recompute.cpp). A selective checkpoint returns again
+// the results that keep() has stored. tessera::checkpoint uses these scopes; the non-reentrant
+// checkpoints of torch have none: repeated_calls.h.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +20,11 @@ namespace tessera::fsdp {
 
 struct Entry;
 
-/// What one checkpointed forward made, in order, beside what it kept.
+/// The entries that one checkpointed forward made, in order, and the results that it kept.
 struct Recorded : grad::KeptResults {
   std::vector<std::shared_ptr<Entry>> entries;
-  std::size_t next = 0;      ///< of the entries, in the recomputation
-  std::uint64_t serial = 0;  ///< of checkpoints of this thread, from 1
+  std::size_t next = 0;      ///< index of the next entry, in the recomputation
+  std::uint64_t serial = 0;  ///< number of the checkpoint on this thread, from 1
 };
 
 /// While alive, handles called on this thread add their entries to `recorded`.
@@ -53,10 +53,10 @@ class RecomputeScope {
   Recorded* outer_;
 };
 
-/// Checkpoints of this thread that drew from a default generator when they first ran.
+/// The number of checkpoints of this thread that drew from a default generator when they first ran.
 std::uint64_t checkpoints_that_drew();
 void note_draw();
-Recorded* first_forward();  ///< null outside of any
-Recorded* recomputing();    ///< null outside of any
+Recorded* first_forward();  ///< null outside of a FirstForwardScope
+Recorded* recomputing();    ///< null outside of a RecomputeScope
 
 }  // namespace tessera::fsdp

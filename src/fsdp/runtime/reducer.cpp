@@ -59,7 +59,7 @@ bool Reducer::has_room_for(const Unit& unit, std::int64_t bytes) const {
   return units < kUnitsInFlight;
 }
 
-/// A device's stream waits, and the host until all ranks have issued.
+/// Waits for the oldest one: on a device in its stream, on the host until all ranks have issued it.
 void Reducer::free_oldest() {
   auto oldest = std::move(under_way_.front());
   under_way_.pop_front();

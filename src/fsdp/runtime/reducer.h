@@ -1,12 +1,12 @@
 // Reducer: the reductions of units' gradients that are under way, oldest first.
 //
-// It keeps what they occupy below a budget by waiting for the oldest; which reduction goes out
-// when is decided by runtime.h, what it carries by bucket.h.
+// It keeps the memory that they use below a budget, by waiting for the oldest one. runtime.h
+// decides when a reduction is issued, and bucket.h what it sends.
 //
-// On a device nobody waits where memory is wanted back: it is free behind the end of the reduction,
-// whoever takes it comes behind that (buffer_pool.h), and the rank's own stream only where sums are
-// read. There bytes say little, since one unit may have more than any number that suits the others:
-// the budget is two units, of which one is sent while the other one is computed.
+// On a device the host does not wait for that memory: it is free after the end of the reduction,
+// and each later use is ordered after that end (buffer_pool.h). The rank's stream waits only where
+// sums are read. The budget there counts units, since bytes that suit most units may be fewer than
+// one large unit has: it is two units, one that is sent while the other one is computed.
 #pragma once
 
 #include <cstdint>
@@ -28,23 +28,23 @@ class Reducer {
   Reducer(std::optional<std::int64_t> budget_bytes, at::Device device)
       : device_(device), budget_(budget_bytes) {}
 
-  /// The trainable buckets of one unit, group by group in their order, after what earlier
-  /// micro-batches of it left. `marks` go into the labels.
+  /// Issues the reductions of the trainable buckets of one unit, group by group in their order,
+  /// after those of its earlier micro-batches. `marks` go into the labels.
   void issue(comm::IssueQueue& queue, Unit& unit, const std::string& marks);
-  /// Until the unit's wires are back.
+  /// Waits until the unit's wires are free.
   void free_wires(const Unit& unit);
-  /// Until the unit's gradients of earlier micro-batches are summed, for who reads them next.
+  /// Waits until the unit's gradients of earlier micro-batches are summed, before they are read.
   void finish(const Unit& unit);
   void finish_all();
-  /// Nothing is waited for: what was under way is lost.
+  /// Forgets the reductions under way without waiting for them; their results are lost.
   void drop(const Unit& unit);
   void drop_all();
-  std::int64_t issued() const { return issued_; }  ///< so far
+  std::int64_t issued() const { return issued_; }  ///< number so far
 
  private:
   struct UnderWay {
     Unit* unit;
-    comm::Group* group;  // of the unit's buckets that it carries
+    comm::Group* group;  // the group of the unit's buckets that are in it
     comm::Pending work;
     std::int64_t bytes;
   };
@@ -57,7 +57,7 @@ class Reducer {
   std::int64_t bytes_ = 0;
   const at::Device device_;
   const std::optional<std::int64_t> budget_;
-  comm::Stream ended_;  // of a device: behind those that were under way, and nothing else
+  comm::Stream ended_;  // device only: ordered after the reductions that have ended
   std::int64_t issued_ = 0;
 };
 

@@ -15,14 +15,15 @@ const at::impl::SavedTensorDefaultHooksTLS& hooks_here() {
   return at::SavedTensorDefaultHooks::get_tls_state();
 }
 
-/// Its ptr() asks for an interpreter, which a program without Python lacks.
+/// Returns the hook's address. Its ptr() needs an interpreter, which a program without Python
+/// lacks.
 const void* address_of(const c10::SafePyObject& hook) {
   static_assert(std::is_standard_layout_v<c10::SafePyObject>);  // its first member is the object
   return *reinterpret_cast<PyObject* const*>(&hook);
 }
 
-/// Whether its backward has ended. None comes to what was not recorded, or to a unit of which no
-/// result requires grad, whose record is gone.
+/// Whether the backward of this call has ended. A call that was not recorded, or of which no result
+/// requires grad so that its record is destroyed, has no backward that could end.
 bool is_over(const Segment& segment, std::size_t position) {
   for (const auto& weak : segment.entries) {
     const auto entry = weak.lock();

@@ -1,13 +1,13 @@
-// RepeatedCalls: forwards of units that run again inside a backward, by a checkpoint which puts what
-// the second run saves in the places of what the first one saved (non-reentrant checkpoints of
-// torch), against what the first run called.
+// RepeatedCalls: checks forwards of units that run again inside a backward, in a non-reentrant
+// checkpoint of torch, against the calls of the first run. Such a checkpoint replaces the tensors
+// that the first run saved by those that the second run saves.
 //
-// The second run has no record of its own: its graph is dropped, and the backward goes through the
-// nodes of the first. So a call in it has to repeat a call of a forward that the backward under way
-// goes through, and the calls of one run have to follow each other as they did there. Nobody says
-// where a run begins: it may do so at any forward of the unit whose backward has not ended. Two
-// calls are of one run where the same hooks on saved tensors are set and the same node runs. Next:
-// recompute_scopes.h, for checkpoints of our own.
+// The second run has no record: its graph is dropped, and the backward goes through the nodes of
+// the first run. So each of its calls has to repeat a call of a forward that the backward under way
+// goes through, and the calls of one run have to follow each other as they did there. Where a run
+// begins is not known: it may be at any forward of the unit whose backward has not ended. Two calls
+// belong to one run where the same hooks on saved tensors are set and the same node runs. Next:
+// recompute_scopes.h, for tessera::checkpoint.
 #pragma once
 
 #include <c10/core/SafePyObject.h>
@@ -23,7 +23,7 @@ namespace tessera::fsdp {
 
 class RepeatedCalls {
  public:
-  /// A position of the trace of a forward that the backward under way goes through.
+  /// A position in the trace of a forward that the backward under way goes through.
   struct Place {
     std::shared_ptr<Segment> segment;
     std::size_t position = 0;
@@ -32,26 +32,27 @@ class RepeatedCalls {
     kRepeats,
     kUnknown,      ///< no forward that the backward goes through made such a call
     kWithoutGrad,  ///< one did, without grad mode
-    kOtherOrder,   ///< the run has come to other calls before
+    kOtherOrder,   ///< the first run made another call at this place
   };
 
-  /// Whether a checkpoint saves what runs here: hooks on saved tensors are set, as they are in its
-  /// second run.
+  /// Whether hooks on saved tensors are set here, as they are in the second run of a checkpoint.
   static bool is_under_way();
-  /// A call of `unit`, with grad mode as it is here. `segments`: of what backward goes through.
+  /// Checks a call of `unit`, with the current grad mode. `segments`: those that the backward goes
+  /// through.
   Verdict follow(UnitId unit, const std::vector<std::shared_ptr<Segment>>& segments);
-  /// The units that might have come where follow() said kOtherOrder; empty: none.
+  /// Returns the units that were possible where follow() returned kOtherOrder; none: no further
+  /// call.
   std::vector<UnitId> expected() const;
-  /// No run is under way any more.
+  /// Ends the run under way.
   void forget();
 
  private:
   bool is_same_run();
   Verdict begin(UnitId unit, const std::vector<std::shared_ptr<Segment>>& segments);
 
-  std::optional<c10::SafePyObject> hooks_;  // held, so that its address is no other's
+  std::optional<c10::SafePyObject> hooks_;  // held, so that its address stays unique
   const torch::autograd::Node* node_ = nullptr;
-  std::vector<Place> places_;  // where the last call of the run may stand
+  std::vector<Place> places_;  // possible positions of the last call of the run
 };
 
 }  // namespace tessera::fsdp

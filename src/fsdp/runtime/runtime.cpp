@@ -55,10 +55,10 @@ void Runtime::add_unit(Unit* unit) {
 void Runtime::remove_unit(Unit* unit) {
   const base::NoInterrupts until_it_is_gone;
   try {
-    // Reductions that began before a recovery are lost on every rank, whenever each drops its units.
+    // Reductions from before a recovery are lost on every rank; nothing waits for them.
     if (recoveries_ == world().recoveries()) reducer_.finish(*unit);
   } catch (const std::exception&) {
-    // The run has failed: nobody waits for its gradients any more.
+    // The run has failed: its gradients are not needed any more.
   }
   reducer_.drop(*unit);
   if (entered_ == unit) entered_ = nullptr;
@@ -74,7 +74,7 @@ void Runtime::handle_is_gone(Unit& unit) {
   const bool is_last = std::none_of(units_.begin(), units_.end(),
                                     [](const auto* other) { return other->has_handle(); });
   if (is_last) {
-    const auto gone = std::exchange(orphans_, {});  // what no graph has ends here
+    const auto gone = std::exchange(orphans_, {});  // destroys the units that no graph keeps
   } else {
     orphans_.push_back(unit.shared_from_this());
   }
@@ -109,7 +109,7 @@ std::string Runtime::difference_between_ranks(const std::string& lines, const ch
 void Runtime::agree_on_plan() {
   for (auto* unit : units_) {
     unit->controls.agreed_reshard_after_forward = unit->controls.reshard_after_forward;
-    unit->controls.divide_factor.reset();  // the contracts have it
+    unit->controls.divide_factor.reset();  // it is part of the contracts
   }
   controls_changed();
   agreed_ = data_group() == nullptr;
@@ -140,7 +140,7 @@ void Runtime::agree(const std::string& lines, const char* what, const char* hint
 
 void Runtime::name_model() {
   std::uint64_t others = 0;
-  // Every unit was counted, and a rank may have had another stage of a model before.
+  // Ranks may have counted other models before, where they had another stage of a model.
   if (mesh().size_of(axis::kPipeline) > 1) world().note_stages();
   if (world().had_stages() && data_group() != nullptr) {
     const auto mine = std::to_string(world().models_named());
@@ -158,7 +158,7 @@ std::string Runtime::last_entered() const {
 }
 
 void Runtime::are_read(const comm::Event& end) {
-  order_after_reads();  // of an earlier one
+  order_after_reads();  // those of an earlier copy
   read_until_ = end;
 }
 
@@ -183,7 +183,7 @@ void Runtime::require_recovered() const {
                 "behind the last step");
   if (!world().aborted()) return;
   try {
-    comm::barrier(world().control(), "after a failure");  // throws at once what it was aborted for
+    comm::barrier(world().control(), "after a failure");  // throws with the reason
   } catch (const comm::LostRank& error) {
     throw comm::LostRank(concat("a sharded forward was entered after a failure of this run (",
                                 error.what(),
@@ -194,7 +194,7 @@ void Runtime::require_recovered() const {
 
 void Runtime::check_usable() {
   if (!has_failed() && in_backward_ && !base::in_backward_pass()) {
-    fail(kAbandoned);  // what is to say so still waits for another thread to let it go
+    fail(kAbandoned);  // BackwardEnd will be destroyed later, by another thread
   }
   renew_after_failure();
   require_recovered();
@@ -234,7 +234,7 @@ void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
     for (const auto& next : living(unit.forward_prefetch, "set_forward_prefetch", unit)) {
       prefetch(*next);
     }
-  } else if (step_ == nullptr) {  // in a step, what records it does not know what comes
+  } else if (step_ == nullptr) {  // a step that records does not know what comes next
     if (const auto next = forwards_.next_after(position)) prefetch(*units_.at(*next));
   }
 }
@@ -281,10 +281,10 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
     release_stale();
   }
   if (auto* kept = std::exchange(kept_, nullptr); kept != nullptr && kept != &unit) {
-    kept->release();  // the forward goes on: its backward does not come first
+    kept->release();  // the forward continues, so that its backward does not come next
   }
   ++unit.progress_.open_calls;
-  // Of the outermost checkpoint that runs for the first time.
+  // The outermost checkpoint that runs for the first time, if any.
   const auto* in_checkpoint = at::GradMode::is_enabled() ? nullptr : first_forward();
   const auto checkpoint =
       in_checkpoint == nullptr ? 0 : forwards_.number_of_checkpoint(in_checkpoint->serial);
@@ -323,8 +323,8 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   ++unit.progress_.open_calls;
   pre_backward(*entry);
   if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
-    // A checkpoint inside this one runs it for the first time: backward goes through its own
-    // recomputation.
+    // A checkpoint inside this one runs it for the first time: backward goes through the
+    // recomputation of the inner one.
     inner->entries.push_back(entry);
   }
   unit.renew_accumulators();
@@ -366,7 +366,8 @@ void Runtime::require_repeats(const Unit& unit) {
     refuse_repeated(unit, unknown);
   }
   if (!in_backward_) {
-    const at::NoGradGuard no_grad;  // the second run has it on; whether backward does is seen later
+    // The second run sets grad mode; pre_backward() checks the grad mode of the backward.
+    const at::NoGradGuard no_grad;
     begin_backward();
     is_graph_unchecked_ = true;
   }
@@ -390,8 +391,9 @@ void Runtime::require_repeats(const Unit& unit) {
   }
 }
 
-/// The plan, which gathers the unit for its backward, has no gather here. All ranks come by this
-/// place where they run the same; a rank that does not cannot know what the others issue.
+/// Gathers the unit for a forward that the plan, which gathers it for its backward, does not know.
+/// All ranks that run the same come by this place; a rank that does not cannot know what the others
+/// issue.
 void Runtime::gather_again(Unit& unit) {
   const auto gather = [&](Unit& one) {
     if (one.gathered() || one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
@@ -432,7 +434,7 @@ void Runtime::leave_repeated(Unit& unit) {
   spans_.forward_ends();
   auto& progress = unit.progress_;
   --progress.open_calls;
-  // Its backward reads no parameter, so that nothing else gives back what was gathered for this.
+  // Its backward reads no parameter, so that nothing else releases what was gathered here.
   if (progress.open_calls == 0 && progress.gathered_again && !unit.controls.unshard_in_backward) {
     unit.release();
   }
@@ -460,7 +462,7 @@ void Runtime::leave_forward(Unit& unit) {
   }
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
   if (!in_backward_ && unit.progress_.open_calls == 0 && ends_its_use) {
-    // The last unit's backward comes first: its memory stays.
+    // The last unit's backward comes first, so that it stays unsharded.
     if (grad && !outermost && forwards_.is_last(unit.id())) {
       kept_ = &unit;
     } else {
@@ -479,13 +481,14 @@ void Runtime::leave_forward(Unit& unit) {
   leave_shards();
 }
 
-/// What follows is the user's, who may write to them.
+/// Orders later writes of the user to the shards after the gathers that read them.
 void Runtime::leave_shards() const {
-  if (device().is_cpu()) return;  // they are copied as a gather begins
+  if (device().is_cpu()) return;  // a gather copies them when it begins
   for (const auto* unit : units_) unit->leave_shards();
 }
 
-/// One byte a unit: a rank that owns no changed element has to gather anew all the same.
+/// Exchanges one byte for each unit: a rank that owns no changed element has to gather again all
+/// the same.
 std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   const auto count = static_cast<std::int64_t>(kept.size());
   auto* group = groups_.replica_gathers();
@@ -494,8 +497,8 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   const auto mine = all[group == nullptr ? 0 : group->rank()];
   for (std::int64_t i = 0; i < count; ++i) kept[static_cast<std::size_t>(i)]->mark_stale(mine[i]);
   if (group != nullptr) {
-    // On a group of gathers: a rank that keeps other units meets it with a gather, and both
-    // are named.
+    // Uses a group of gathers: on a rank that keeps no unit it meets a gather, and the error names
+    // both.
     comm::Batch batch;
     batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
     for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
@@ -508,16 +511,17 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   return stale;
 }
 
-/// Units may still show the parameters of before the last step: after a forward that nobody
-/// differentiated, or whose graph is kept.
+/// Releases units that still show the parameters of before the last step: after a forward without a
+/// backward, or whose graph is kept.
 void Runtime::release_leftovers() {
   for (auto* unit : units_) {
     if (!unit->keeps_unsharded_after_backward()) unit->release();
   }
 }
 
-/// Leftovers, and what is kept on purpose where it is not the shards' any more: compared by value,
-/// since torch::optim writes past version counters. A kept graph's tensors follow the next gather.
+/// Releases leftovers, and units that are kept unsharded on purpose but differ from the shards.
+/// They are compared by value, since torch::optim writes past version counters. The tensors of a
+/// kept graph show the values of the next gather.
 void Runtime::release_stale() {
   if (in_backward_) return;
   release_leftovers();
@@ -547,7 +551,7 @@ void Runtime::begin_unshard(Unit& unit) {
 
 void Runtime::wait_unshard(Unit& unit) {
   renew_after_failure();
-  // Released in between, or waited for by a forward: nothing is left to do.
+  // Where it was released since, or a forward has waited for it, nothing is left to do.
   if (unit.progress_.unsharded_by_user && !unit.gathered()) unit.wait_gather();
   unit.read_here();
 }

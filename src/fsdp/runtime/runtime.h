@@ -1,36 +1,38 @@
 // Runtime: runs the units of one sharded tree, in an order that all ranks agree on.
 //
-// One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
-// reduce) and publishes gradients on the shards when the outermost backward ends. What it works
-// with are values and executors of their own: controls.h (what users switch), forwards.h (what was
+// There is one for each root handle. It follows forwards (gather, prefetch, release) and backwards
+// (gather, markers, reduce), and publishes gradients on the shards when the outermost backward
+// ends. Its parts are values and executors: controls.h (what users switch), forwards.h (what was
 // run), order.h and pass.h (what a backward issues), reducer.h, publisher.h, unit.h and bucket.h
-// (what moves bytes). Its own parts: runtime.cpp (units, forward, failure), backward.cpp (what
-// ranks agree on when one begins, and its end), pass.cpp (what the actions do). What is different
-// inside a step scope is in open_step.h.
+// (what moves bytes). Its own functions are in runtime.cpp (units, forward), backward.cpp (what
+// ranks agree on when a backward begins, and its end), pass.cpp (what the actions do) and
+// between_steps.cpp (controls, checks, failures). open_step.h has what a step scope changes.
 //
-// A PassPlan says what a forward or backward does. One planner (pass_planner.h) writes all of them
-// and advance() runs them. A step that follows a record has its plans when it begins. In a step
-// that records, and outside of a step, a plan is made when a backward begins and ranks have agreed
-// on what it goes through; such a backward may have others inside it (BackwardUnderWay). A forward
-// that is not known beforehand has no plan: it gathers each unit where it enters it.
+// A PassPlan lists the actions of one forward or backward. One planner (pass_planner.h) makes all
+// plans and advance() runs them. A step that follows a record has its plans when it begins. In a
+// step that records, and outside of a step, a plan is made when a backward begins and ranks have
+// agreed on the forwards that it goes through; other backwards may run inside that one
+// (BackwardUnderWay). A forward that is not known in advance has no plan: it gathers each unit when
+// it enters it.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
-// recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
-// ran, an identity node at a grad-requiring input of its forward (call.cpp), or when
-// backward has come to anything that was made before: autograd takes nodes in reverse of their
-// making. So the agreed list says after which place a unit is reduced. Deferred gradients hold
-// tickets: while gradients are deferred at all, every unit is reduced once no rank owes any. Those
-// that a backward leaves for one of its exchanges are formed before the next marker has run.
+// recomputation, functions return undefined gradients. A unit's backward is over when its *marker*
+// has run, an identity node at a grad-requiring input of its forward (call.cpp), or when the
+// backward reaches a node that is older than the unit's forward: autograd runs the newest nodes
+// first. So the agreed list says after which place a unit is reduced. Deferred gradients hold
+// tickets: while any gradients are deferred, all units are reduced together, once no rank has an
+// open ticket. Gradients that a backward defers to one of its exchanges are formed before the next
+// marker runs.
 //
-// [Note: release] Unsharded memory goes back at the marker, never when the last gradient arrived:
-// with a frozen base and adapters all gradients arrive before the base weight's last use.
+// [Note: release] A unit's unsharded memory is released at its marker, not when its last gradient
+// arrives: with a frozen base and adapters all gradients arrive before the base weight's last use.
 //
-// Threads: the rank's own (forward) and the one that runs its backward, never at the same time. But
-// where graphs end, others come by: whoever drops the last reference to one (Owed), and, after an
-// exception, a device's thread of autograd that lets go of the graph task when the rank's thread
-// has left with the error already, and may be in its next forward. It aborts the World, which any
-// thread may, and leaves a note (abandon_backward); what the runtime owns, the rank's thread drops
-// where it comes by next (take_up_abandoned).
+// Threads: the rank's thread runs forwards, and it or another one the backward, never both at the
+// same time. But a graph may end on any thread: on the one that drops the last reference to it
+// (PendingBackward), and, after an exception, on a device thread of autograd, which frees the graph
+// task when the rank's thread has already left with the error and may be in its next forward. That
+// thread aborts the World, which any thread may do, and leaves a note (abandon_backward). The
+// rank's thread drops what the runtime owns when it enters the runtime next (take_up_abandoned).
 #pragma once
 
 #include <atomic>
@@ -64,30 +66,30 @@ namespace tessera::fsdp {
 
 inline constexpr auto kAbandoned = "an exception left a backward through sharded modules";
 
-// What a backward refuses by itself, and a step scope at its end. `difference`: the first one
-// between ranks, in words.
+// Messages for a difference between ranks that a backward, or the end of a step scope, finds by
+// itself. `difference` is the first difference, as text.
 std::string calls_differ(const std::string& what, const std::string& difference);
 std::string units_differ(const std::string& difference);
 
-/// A backward under way: the outermost one, or one inside a node of it that it did not announce.
+/// A backward under way: the outermost one, or one that a node of it runs unannounced.
 struct BackwardUnderWay {
   Pass pass;
-  std::vector<std::uint32_t> forwards;  ///< numbers of those that it goes through: its parts
-  std::vector<Reach> reached;           ///< of each, by some rank
-  std::vector<PassedPlace> places;      ///< in their order
-  std::size_t passed = 0;               ///< the last one that this rank came by
-  std::vector<std::shared_ptr<Segment>> segments;  ///< of this rank, as far as it goes through
+  std::vector<std::uint32_t> forwards;  ///< numbers of the forwards that it goes through, its parts
+  std::vector<Reach> reached;           ///< by part: what some rank goes through
+  std::vector<PassedPlace> places;      ///< in the order in which the backward passes them
+  std::size_t passed = 0;               ///< index of the last place that this rank has passed
+  std::vector<std::shared_ptr<Segment>> segments;  ///< this rank's, of the forwards that it has
 
-  /// Returns the entry's index among the parts, or their number where it is in none.
+  /// Returns the index of the entry's part, or the number of parts where it is in none.
   std::size_t part_of(const Entry& entry) const;
-  /// Looks from `passed` on. Returns the end of `places` where this rank is past the place.
+  /// Searches from `passed`. Returns the end of `places` where this rank is past the place.
   std::vector<PassedPlace>::const_iterator find(const PassedPlace& place) const;
-  void come_by(const PassedPlace& place);
+  void note_passed(const PassedPlace& place);
 };
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
-  /// `in_flight_bytes` as ShardOptions has it.
+  /// `in_flight_bytes`: see ShardOptions.
   Runtime(Mesh mesh, std::optional<std::int64_t> in_flight_bytes);
   ~Runtime();
 
@@ -95,10 +97,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   World& world() const { return groups_.world(); }
   comm::IssueQueue& queue() { return world().queue(); }
   const std::shared_ptr<comm::BufferPool>& pool() { return pool_; }
-  /// The memory of gradients goes back to the allocator once all of a bucket's are cleared, as it
-  /// does on a device. Else the host keeps it for the next step, since new pages cost more.
-  void free_gradients() { gives_gradients_back_ = true; }
-  bool gives_gradients_back() const { return gives_gradients_back_; }
+  /// Frees the memory of a bucket's gradients once all of them are cleared, as on a device. By
+  /// default the host keeps it for the next step, since new pages cost more.
+  void free_gradients() { frees_gradients_ = true; }
+  bool frees_gradients() const { return frees_gradients_; }
   grad::GradSink& sink() { return sink_; }
   Groups& groups() { return groups_; }
   comm::Group* data_group() const { return groups_.data(); }
@@ -107,68 +109,72 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   /// Units are numbered in the order of adding, the same on every rank.
   void add_unit(Unit* unit);
-  /// Again: nothing happens.
+  /// Does nothing where the unit was removed before.
   void remove_unit(Unit* unit);
-  /// The unit takes part until the next forward of another handle of the tree, and not longer: a
-  /// place that all ranks come by. A graph that one of them keeps holds its memory alone.
+  /// Keeps the unit until the next forward of another handle of the tree, a place that all ranks
+  /// pass. A graph that a rank keeps does not keep the unit in the tree, only its memory.
   void handle_is_gone(Unit& unit);
   const std::vector<Unit*>& units() const { return units_; }
-  /// All ranks have the same contracts and plans. Collective. Errors: kContract naming the first
-  /// difference.
+  /// Checks that all ranks have the same contracts and plans. Collective. Errors: kContract naming
+  /// the first difference.
   void agree_on_plan();
-  /// All ranks of the stage have the same `lines`. Collective. Errors: kContract naming the first
-  /// difference and the `hint`.
+  /// Checks that all ranks of the stage have the same `lines`. Collective. Errors: kContract naming
+  /// the first difference and the `hint`.
   void agree(const std::string& lines, const char* what, const char* hint);
-  /// Gives all unsharded memory back before units are laid out anew. Nothing may be under way.
+  /// Releases all unsharded memory before units are laid out again. Nothing may be under way.
   void begin_relayout();
-  /// Changes with every begin_relayout().
+  /// A number that changes with every begin_relayout().
   std::uint64_t layout() const { return layout_; }
 
   // --- forward, called by Call (call.cpp) ---
-  /// Errors: kComm after a failure that World::recover() has not ended.
+  /// Errors: kUsage where the World is closed; kComm after a failure that World::recover() has not
+  /// ended.
   void require_recovered() const;
-  /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
+  /// Makes the unit's parameters readable. Returns null when it need not be recorded.
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
-  /// A forward inside a backward, which has to repeat a recorded one (repeated_calls.h): makes the
-  /// unit's parameters readable, and records nothing. Returns false where it is a forward without
-  /// grad mode and the backward is none of this model: an ordinary forward. Errors: kUsage, on all
-  /// ranks.
+  /// Makes the unit's parameters readable in a forward inside a backward, which has to repeat a
+  /// recorded forward (repeated_calls.h), and records nothing. Returns false for an ordinary
+  /// forward: without grad mode, in a backward that does not go through this model. Errors: kUsage,
+  /// on all ranks.
   bool enter_repeated(Unit& unit);
   void leave_repeated(Unit& unit);
-  /// Whether its memory goes back when the forward under way ends, whoever holds a tensor there.
+  /// Whether its memory is released when the forward under way ends, even if a tensor there is
+  /// held.
   bool reshards_after(const Unit& unit) const;
   void leave_forward(Unit& unit);
-  /// A forward is under way, and no unit inside the outermost one.
+  /// Whether a forward is under way that has entered no unit but the outermost one.
   bool is_in_outermost() const { return forwards_.is_outermost(); }
-  /// An exception leaves a forward or a backward: nothing of the step can be used any more.
+  /// Ends the step after an exception in a forward or backward; aborts the World.
   void fail(const std::string& why);
-  /// Changes with every failure: calls that began before it must not go on.
+  /// A number that changes with every failure: calls that began before one must not continue.
   std::uint64_t generation() const { return generation_; }
 
   // --- backward, called by the nodes of call.cpp ---
-  /// `first`: what backward has come to, where it is a unit's forward. Agrees with the other ranks
-  /// on what is issued, once a backward.
+  /// Agrees with the other ranks on what the backward issues, once for each backward. `first`: the
+  /// unit's forward that the backward has reached, if any.
   void begin_backward(const Entry* first = nullptr);
   void end_backward();
-  /// The backward that began at `generation`, when the World's recoveries() were `epoch`, ended
-  /// without end_backward(). Again, or once the rank has begun anew: nothing happens. Threads: any.
+  /// Aborts the World and notes that the backward which began at `generation` has ended without
+  /// end_backward(). `epoch`: World::recoveries() when it began. Does nothing the second time, or
+  /// after a reset(). Threads: any.
   void abandon_backward(std::uint64_t generation, std::uint64_t epoch);
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
   void on_gradient();
   void on_tickets_closed();
-  /// Its backward is owed: counted here, on its unit and on the units that hold its parameters.
+  /// Counts the entry's backward as pending: on the model, its unit and the owners of its
+  /// parameters.
   void expect(Entry& entry);
 
   // --- steps, called by StepScope (step_scope.h) ---
-  /// Collective. As StepScope's constructor.
+  /// Does what StepScope's constructor says. Collective.
   std::shared_ptr<OpenStep> open_step(StepScopeOptions options);
-  /// Fails a step whose scope ends without finish(). Does nothing where the step is over.
+  /// Fails a step whose scope ends without finish(). Does nothing where the step has ended.
   void give_up(const OpenStep& step);
 
   // --- called by the step that is open (open_step.h) ---
-  /// Whether nothing has ended the step. Threads: the rank's own.
+  /// Whether the step has not ended yet. Threads: the rank's thread.
   bool is_open(const OpenStep& step);
   bool is_in_backward() const { return in_backward_; }
   bool is_under_way() const { return in_backward_ || forwards_.is_open(); }
@@ -176,113 +182,119 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   grad::WeightGradStore& store() { return store_; }
   grad::WeightGradStore& under_exchange() { return under_exchange_; }
   comm::Turns& turns();
-  /// Says once on rank 0 why forwards do not run beside backwards.
+  /// Logs once, on rank 0, why forwards and backwards do not overlap.
   void warn_of_no_pairs(const std::string& why);
   StepPlanning& planning() { return planning_; }
   HeldUnits held_units() const;
-  PlanUnit plan_unit(const Unit& unit) const;  ///< what the plan of a pass says of it
-  std::string memory_lines() const;            ///< what is unsharded, in words
-  /// Begins the sums of a backward or a step, of which nothing is reduced yet.
+  PlanUnit plan_unit(const Unit& unit) const;  ///< the unit as plans see it
+  std::string memory_lines() const;            ///< the unsharded units, as text
+  /// Begins the sums of a backward or a step: marks every unit as not reduced yet.
   void begin_sums();
   void import_user_changes() { publisher_.import_user_changes(switches_); }
-  /// Returns what any rank's backward goes through, and forgets forwards of which no rank has a
-  /// graph. Collective. Errors: kComm for other traces; kUsage for parameters that were changed
-  /// since a forward that this rank's backward goes through.
+  /// Returns what any rank's backward goes through, and forgets the forwards of which no rank has a
+  /// graph. Collective. Errors: kComm where ranks have other traces; kUsage where parameters were
+  /// changed since a forward that this rank's backward goes through.
   BackwardView agree_on_backward(const Entry* first);
   /// Begins a unit's forward or backward: makes its parameters readable, then runs the actions that
   /// overlap with its computation.
   void begin_place(Pass& pass, const PlanPlace& place, Unit& unit);
-  /// Runs the actions of the pass up to `count`, in their order.
+  /// Runs the next actions of the pass, in order, until `count` of them are done.
   void advance(Pass& pass, std::size_t count);
-  /// Reduces the unit's gradients. `is_shown_next`: they are published before any other sum.
+  /// Reduces the unit's gradients. `is_shown_next`: they are published before the user can read
+  /// them.
   void reduce(Unit& unit, bool is_shown_next);
   void leave_backward();
-  /// Requires gradients as they were published, but for what zero_grad() did. Errors: kUsage.
+  /// Requires that the user has not changed or cleared gradients meanwhile. Errors: kUsage.
   void require_as_seen(const char* what) const { publisher_.require_as_seen(what); }
-  /// Reduces the pending gradients and those of the units that `accessed` names, and publishes all.
+  /// Reduces the pending gradients and those of the units in `dirty` (by unit), and publishes all.
   void settle(const std::vector<bool>& dirty);
   /// Keeps the record for later steps, unless micro-batches of a stage differ.
   void know_step(const KnownSteps::Schedule& schedule, StepRecord record, StepTurns turns);
-  /// Ends the step scope, if one is open: finished, failed or left.
+  /// Ends the step scope, if one is open, whether it has finished, failed or was left.
   void end_scope();
 
   // --- user controls ---
-  /// Final gradients are divided by it too: a power of two that losses are multiplied by. Errors:
-  /// kUsage in the middle of a step, named `what`.
+  /// Sets the factor by which losses are multiplied, and final gradients divided: a power of two.
+  /// Errors: kUsage in the middle of a step, naming `what`.
   void set_loss_scale(double scale, const char* what);
   double loss_scale() const { return switches_.loss_scale; }
   void set_has_scaler(bool value) { has_scaler_ = value; }
   bool has_scaler() const { return has_scaler_; }
-  /// Errors: kUsage where require_idle() throws, and while gradients wait to be reduced.
+  /// Errors: kUsage as require_idle(), and while gradients wait to be reduced.
   void require_whole_sums(const char* what);
-  /// The same, and for gradients on its shards: units are about to be laid out anew.
+  /// Errors: those of require_whole_sums(); kUsage for gradients on shards, since the units are
+  /// about to be laid out again.
   void require_between_steps(const char* what);
   void set_requires_replica_reduce(bool value);
   void set_is_last_backward(bool value);
   /// Errors: kUsage as require_idle().
   void set_defer_weight_gradients(bool value);
   void run_weight_gradients();
-  /// To be called when anything in controls() may have changed.
+  /// Must be called when anything in controls() may have changed.
   void controls_changed() { controls_known_ = false; }
-  /// As they are now.
+  /// The current controls.
   Controls controls() const;
-  /// What replays regions of the model from here on; null: nobody. Errors: kUsage in a step.
+  /// Sets what replays regions of the model from now on; null replays none. Errors: kUsage in a
+  /// step.
   void set_regions(std::shared_ptr<grad::Regions> regions);
   const std::shared_ptr<grad::Regions>& regions() const { return regions_; }
-  /// By which the plans of step scopes are made from here on. Errors: kUsage in a step.
-  /// `while_recording`: of what a plan may tell, in steps that have none yet.
+  /// Sets what makes the plans of step scopes from now on. `while_recording`: the recompute mode of
+  /// steps that have no plan yet, for units whose mode a plan may choose. Errors: kUsage in a step.
   void set_planner(Planner planner, RecomputeMode while_recording);
-  /// Before units go to another runtime, which plans and replays nothing of this one. Errors: kUsage
-  /// where there is a planner, or regions are replayed.
+  /// Requires that the model is not compiled, before its units go to another runtime, which has
+  /// neither plans nor regions of this one. Errors: kUsage where there is a planner, or regions are
+  /// replayed.
   void require_not_compiled(const std::string& what) const;
-  std::vector<PlanUnit> plan_units() const;  ///< as they are now
-  /// Of the last step scope that followed one; null: none has.
+  std::vector<PlanUnit> plan_units() const;  ///< the units as they are now
+  /// The plan of the last step scope that followed one; null where none has.
   const std::shared_ptr<const StepPlan>& followed_plan() const { return planning_.followed; }
-  /// By unit: what its user has said, or kNone.
+  /// The recompute mode of each unit, as its user has set it, or kNone.
   std::vector<RecomputeMode> own_recompute() const;
-  /// By unit: of the step that begins, until end_following().
+  /// Sets the recompute mode of each unit for the step that begins, until end_following().
   void follow_recompute(const std::vector<RecomputeMode>& modes);
   void end_following();
   const std::vector<RecomputeMode>& followed_recompute() const { return followed_; }
-  /// The same in words. It is part of every label and of the agreement on the forward order, so
+  /// The controls as text. It is part of every label and of the agreement on the forward order, so
   /// that ranks cannot differ. [Note: controls]
   const std::string& controls_as_text();
-  /// The same behind the model's name, for labels: two models of one module issue the same. Inside
-  /// a step the stage is named, too.
+  /// The model's name and the controls, for labels: two models of one module issue the same
+  /// collectives. Inside a step the stage is named, too.
   const std::string& marks();
-  /// From here on labels have one; units of this tree are what all ranks have agreed on.
-  /// Collective where there are pipeline stages.
+  /// Names the model, for labels from now on. Its units have to be agreed on. Collective where
+  /// there are pipeline stages.
   void name_model();
   const std::string& model_name() const { return model_; }
   /// Starts the unit's gather for the user, and keeps it. Collective.
   void begin_unshard(Unit& unit);
   void wait_unshard(Unit& unit);
-  /// Until its slots may be used again, which a reduction of an earlier micro-batch has taken.
+  /// Waits until a reduction of an earlier micro-batch no longer uses the unit's slots.
   void free_slots_of(const Unit& unit) { reducer_.free_wires(unit); }
-  /// Publisher::forget_cleared(), where no backward is under way: after zero_grad(), and before the
-  /// next forward's activations, since an optimizer of torch::optim clears gradients by itself.
+  /// Calls Publisher::forget_cleared() where no backward is under way: after zero_grad(), and
+  /// before the next forward's activations, since an optimizer of torch::optim clears gradients by
+  /// itself.
   void forget_cleared();
-  /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
-  /// GradSink::require_all_redeemed.
+  /// Requires that gradients can be read. Errors: kUsage while reductions wait for the last
+  /// backward; those of GradSink::require_all_redeemed.
   void require_reduced(const char* what) const;
-  /// No rank has gradients that were deferred. Errors: kUsage.
-  void require_none_owed(const char* what) const;
-  /// No micro-batch waits to be reduced, nor to be summed over replicas. Errors: kUsage as
-  /// require_reduced(); naming the unit.
+  /// Requires that no rank has deferred gradients left. Errors: kUsage.
+  void require_none_deferred(const char* what) const;
+  /// Requires that no micro-batch waits to be reduced or to be summed over replicas. Errors: kUsage
+  /// as require_reduced(), naming the unit.
   void require_synced(const char* what) const;
-  /// Errors: kUsage where a failure took gradients and zero_grad() was not called since.
+  /// Errors: kUsage where a failure lost gradients and zero_grad() was not called since.
   void require_none_lost(const char* what) const;
-  /// Errors: kUsage while a recorded forward waits for its backward or deferred gradients are owed.
+  /// Errors: kUsage while a recorded forward waits for its backward, or gradients are deferred.
   void require_idle(const char* what) const;
-  /// No step scope is open. Errors: kUsage.
+  /// Requires that no step scope is open. Errors: kUsage.
   void require_no_step(const char* what) const;
-  /// An exception has ended a step, and nothing has begun anew since.
+  /// Whether an exception has ended a step, and no reset() came since.
   bool has_failed() const;
-  /// reset() after a failure that World::recover() has ended: first in whatever may follow one.
+  /// Calls reset() after a failure that World::recover() has ended. Every call that may be the
+  /// first one after a failure begins with it.
   void renew_after_failure();
-  /// Gives back all unsharded memory and forgets everything under way, published gradients too.
+  /// Releases all unsharded memory and forgets everything under way, also published gradients.
   void reset();
-  /// handle.h.
+  // The next three are documented in handle.h.
   std::string last_entered() const;
   void are_read(const comm::Event& end);
   void order_after_reads();
@@ -290,18 +302,18 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
  private:
-  /// A step that failed: nothing of it is under way any more.
+  /// Drops everything under way of a step that failed.
   void end_step();
-  /// What abandon_backward() has noted. Threads: the rank's own.
+  /// Acts on the note of abandon_backward(). Threads: the rank's thread.
   void take_up_abandoned();
   // units and forward: runtime.cpp
   void check_usable();
   void number_units();
   void remove_orphans();
-  /// The first line in which `lines` differs between ranks, in words. Collective.
+  /// The first line in which `lines` differs between ranks, as text. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
-  /// Who issues the gathers of a unit: the call itself, or a plan that has.
+  /// Where the gathers of a unit are issued: in the call, or before it by a plan.
   enum class Gathers : std::uint8_t { kHere, kByPlan };
   void make_readable(Unit& unit, Gathers gathers);
   void prefetch_after(const Unit& unit, std::size_t position);
@@ -335,17 +347,17 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void refuse_other_step(const Entry& entry);
   BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
   void finish(BackwardUnderWay& backward);
-  bool any_rank_owes();
+  bool any_rank_has_tickets();
   void settle_gradients();
 
   Groups groups_;
   std::shared_ptr<comm::BufferPool> pool_;
-  bool gives_gradients_back_ = false;
+  bool frees_gradients_ = false;
   grad::GradSink sink_;
   grad::WeightGradStore store_{sink_};
   grad::WeightGradStore under_exchange_{sink_};
   std::vector<Unit*> units_;
-  std::vector<std::shared_ptr<Unit>> orphans_;  // without a handle, while others have one
+  std::vector<std::shared_ptr<Unit>> orphans_;  // units whose handle is gone
   bool agreed_ = false;
   std::uint64_t layout_ = 0;
   Reducer reducer_;
@@ -360,9 +372,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::string model_ = "a model that is being sharded";
 
   Forwards forwards_;
-  Unit* kept_ = nullptr;  // the last unit of the forward, whose memory stays for backward
+  Unit* kept_ = nullptr;  // the last unit of the forward, which stays unsharded for its backward
   PendingBackward::Count outstanding_ =
-      std::make_shared<std::atomic<int>>(0);  // of entries since reset()
+      std::make_shared<std::atomic<int>>(0);  // backwards of entries since reset()
   std::int64_t gathers_issued_ = 0;
 
   std::atomic<bool> in_backward_ = false;
@@ -372,11 +384,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool is_graph_unchecked_ = false;  // a repeated forward began the backward
   bool awaiting_tickets_ = false;
   bool holds_reductions_ = false;
-  bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
+  bool waits_for_last_ = false;  // reductions were issued that are not published yet
 
   std::shared_ptr<OpenStep> step_;    // null outside of a step scope
   std::optional<comm::Turns> turns_;  // once a pair has run
-  std::uint64_t steps_ = 0;           // so far
+  std::uint64_t steps_ = 0;           // number of steps so far
   StepPlanning planning_;
   std::shared_ptr<grad::Regions> regions_;
   bool warned_of_no_scope_ = false;
@@ -384,14 +396,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool warned_of_no_pairs_ = false;
   std::vector<RecomputeMode> followed_;  // by unit, of the last step scope
 
-  const Unit* entered_ = nullptr;  // by the last forward or backward
+  const Unit* entered_ = nullptr;  // the unit of the last forward or backward
   const char* entered_by_ = "";
-  comm::Event read_until_;  // by a copy that is under way, on a device
+  comm::Event read_until_;  // end of a copy that reads the shards, on a device
 
   bool failed_ = false;
   std::atomic<std::uint64_t> generation_ = 0;
-  std::atomic<std::uint64_t> abandoned_ = ~std::uint64_t{0};  // the generation whose backward was
-  std::uint64_t recoveries_ = 0;  // of the world, when this was last reset
+  // The generation of the last backward that was abandoned.
+  std::atomic<std::uint64_t> abandoned_ = ~std::uint64_t{0};
+  std::uint64_t recoveries_ = 0;  // World::recoveries() at the last reset()
 };
 
 }  // namespace tessera::fsdp

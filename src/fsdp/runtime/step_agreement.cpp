@@ -1,5 +1,5 @@
-// Agreements between the ranks of a stage: when a step begins, before it follows a plan, and when
-// it ends.
+// The agreements between the ranks of a stage: when a step begins, before it follows a plan, and
+// when it ends.
 #include <exception>
 #include <sstream>
 #include <utility>
@@ -78,8 +78,8 @@ void OpenStep::agree_at_begin() {
   turns_.stages.resize(stages_.size());
 }
 
-/// Calls the model's planner. Errors: those of the planner; kUsage for a plan that does not hold,
-/// or belongs to another step.
+/// Calls the model's planner. Errors: those of the planner; kUsage for a plan with faults, or of
+/// another step.
 StepPlan OpenStep::planned(const PlanInputs& inputs) const {
   auto plan = runtime_.planning().planner(record_, inputs.units, inputs.choices, inputs.order);
   const auto faults = faults_of(plan);
@@ -89,11 +89,12 @@ StepPlan OpenStep::planned(const PlanInputs& inputs) const {
       plan.record == record_ && plan.order == inputs.order && plan.units == inputs.units,
       ErrorKind::kUsage,
       "plan of a step: found one of another trace, other units or another order, expected one of "
-      "this step; make it anew");
+      "this step; make it again");
   return plan;
 }
 
-/// Makes the refusal of one rank's planner that of all ranks. Collective.
+/// Compares the plans of all ranks, and returns the refusal of any rank's planner on all of them.
+/// Collective.
 std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr refusal) const {
   auto* group = runtime_.data_group();
   const auto hash = refusal ? hash_bytes(message_of(refusal)) : plan.hash();
@@ -113,8 +114,8 @@ std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr r
                                       "; give every rank the same one")));
 }
 
-/// Makes the plan from inputs that all ranks have agreed on, so that all make the same one, or all
-/// take the last step's. Returns why there is none, the same on all ranks. Collective.
+/// Makes the plan, or takes that of the last step, from inputs on which all ranks have agreed, so
+/// that all have the same one. Returns why there is none, the same on all ranks. Collective.
 std::exception_ptr OpenStep::make_plan() {
   const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
   std::vector<bool> resharded;
@@ -127,8 +128,8 @@ std::exception_ptr OpenStep::make_plan() {
     step_plan_ = runtime_.planning().followed = known.plan;
     return nullptr;
   }
-  // The requests of another plan do not come again. The pool gives out the most recently used
-  // blocks first, so that the blocks that only the other plan needed stay idle.
+  // The requests of another plan do not come again. The pool hands out the most recently used
+  // blocks first, so that blocks that only the other plan needed stay idle.
   runtime_.pool()->begin_step();
   StepPlan plan;
   std::string marks;
@@ -200,9 +201,9 @@ std::string OpenStep::record_as_text() const {
   return text;
 }
 
-/// Checks at the end of a step, with one exchange, that all ranks have run the same calls, which
-/// the calls themselves do not check. Makes the refusal of one rank (`mine`) that of all: returns
-/// it, or null.
+/// Checks at the end of a step, with one exchange, that all ranks have made the same calls, which
+/// the calls themselves do not check. Returns the refusal of any rank (`mine`: of this one) on all
+/// ranks, or null.
 std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
   auto* group = runtime_.data_group();
   if (group == nullptr) return mine;
@@ -216,7 +217,7 @@ std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
   try {
     same = comm::all_agree(*group, {log.digest(), records_ ? record_.hash() : 0}, "end of a step");
   } catch (const comm::LostRank&) {
-    if (mine) return mine;  // a rank with the same error has ended the World by it
+    if (mine) return mine;  // a rank with the same error has aborted the World
     throw;
   }
   if (same[0] && mine) return mine;  // the same on all ranks

@@ -1,4 +1,4 @@
-// A forward beside a backward inside a step scope. [Note: pairs] in open_step.h
+// Runs a forward while a backward runs, inside a step scope. [Note: pairs] in open_step.h
 #include <exception>
 #include <functional>
 #include <string>
@@ -13,7 +13,7 @@
 namespace tessera::fsdp {
 namespace {
 
-/// While it lives, `place` has this value, and none behind it.
+/// Sets `place` to the value while it lives, and to T() afterwards.
 template <class T>
 class Meanwhile {
  public:
@@ -26,8 +26,8 @@ class Meanwhile {
   T& place_;
 };
 
-/// At its end, after a failure: the caller's stack is in no unit and no step any more, whichever of
-/// the two stacks has said so for itself.
+/// Clears UnitHere at its end, after a failure: the caller's stack is in no unit and no step any
+/// more, also where one of the two stacks has set them.
 class LeavesLabels {
  public:
   explicit LeavesLabels(const Runtime& runtime) : runtime_(runtime) {}
@@ -45,7 +45,7 @@ class LeavesLabels {
 
 }  // namespace
 
-/// Why these run one after the other, which is the same on every rank; empty: they do not.
+/// Returns why the two run one after the other, the same on every rank; empty where they overlap.
 std::string OpenStep::why_in_turn(int forward_stage, int backward_stage) const {
   if (runtime_.planning().planner) return "a planner chooses what is computed again";
   if (!ranks_turn_alike_) return "ranks have other numbers of exchanges in a pass";
@@ -67,13 +67,13 @@ void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward
       ": found StepScopeOptions::micro_batches, which says that a forward comes after the "
       "backwards of all before it, expected none; leave it out and call reduce()");
   end_action();
-  // Before anything of the forward begins.
+  // These checks come before anything of the forward begins.
   stage_of(forward.stage, kWhat);
   require_may_run_backward(backward.stage, backward.micro_batch, backward.backward, kWhat);
   const auto why = records_ ? std::string() : why_in_turn(forward.stage, backward.stage);
   if (!why.empty()) runtime_.warn_of_no_pairs(why);
   if (!records_ && why.empty()) return run_overlapped(forward, backward);
-  // The backward first: it lets go of its activations before the forward keeps its own.
+  // The backward runs first: it frees its activations before the forward keeps its own.
   begin_backward(backward.stage, backward.micro_batch, backward.backward);
   {
     const Meanwhile inside(inside_pair_, true);
@@ -84,7 +84,7 @@ void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward
   call_of_pair(forward.stage, forward.micro_batch, forward.run);
 }
 
-/// Runs one function of a pair: what it throws ends the step, before the other pass is told to leave.
+/// Runs one function of a pair. Its exception ends the step before the other pass is made to leave.
 void OpenStep::call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run) {
   UnitHere::enter(stage, static_cast<std::uint32_t>(micro_batch));
   try {
@@ -109,8 +109,8 @@ void OpenStep::run_overlapped(const StepForward& forward, const StepBackward& ba
   const Meanwhile<const Pass*> other_of_backward(backward_.pass.paired, &forward_.pass);
   const Meanwhile inside(inside_pair_, true);
   const LeavesLabels at_the_end(runtime_);
-  // The backward begins: so the forward's attention runs under the way back of what experts gave,
-  // which would otherwise have nothing but the order of rows under it.
+  // The backward begins, so that the forward's attention runs during the exchange that returns the
+  // experts' results, during which otherwise only the order of rows is computed.
   const auto turns = runtime_.turns().run(
       [&] { call_of_pair(backward.stage, backward.micro_batch, backward.run); },
       [&] { call_of_pair(forward.stage, forward.micro_batch, forward.run); },
@@ -124,7 +124,7 @@ void OpenStep::run_overlapped(const StepForward& forward, const StepBackward& ba
                 *expected[static_cast<std::size_t>(backward.stage)].backward);
 }
 
-/// Notes how many turns a pass of a step that records has taken.
+/// Records how many turns a pass has taken, in a step that records.
 void OpenStep::count_turns(const UnderWay& under, std::optional<std::int64_t>& recorded,
                            bool is_first) {
   const auto turns = comm::Turns::passed() - under.turns_before;

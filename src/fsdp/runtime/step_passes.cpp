@@ -1,4 +1,4 @@
-// Forwards and backwards inside a step scope: they follow what was recorded, or record it.
+// Forwards and backwards inside a step scope: they follow the record, or make it.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -17,7 +17,8 @@
 namespace tessera::fsdp {
 namespace {
 
-/// torch::autograd::grad, or a backward() with inputs: no other gradient is formed, nor put off.
+/// Whether this is torch::autograd::grad, or a backward() with inputs, which forms and defers no
+/// other gradient.
 bool is_towards_chosen_tensors() {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   return chosen != nullptr && !chosen->empty();
@@ -25,7 +26,7 @@ bool is_towards_chosen_tensors() {
 
 }  // namespace
 
-/// On this rank with the message, on the others as its reason.
+/// Throws the message on this rank, and aborts the World with it as the reason.
 void OpenStep::fail(ErrorKind kind, const std::string& message) {
   runtime_.fail(message);
   throw Error(kind, message);
@@ -56,12 +57,12 @@ std::string OpenStep::action_as_text() const {
   const auto* what = action.kind == Kind::kForward    ? "the forward"
                      : action.kind == Kind::kBackward ? "the backward"
                                                       : "nothing announced";
-  const bool puts_off = action.kind == Kind::kBackward && action.backward == Backward::kInputOnly;
-  return concat(what, puts_off ? " (kInputOnly)" : "", " of stage ", action.stage, ", micro-batch ",
+  const bool defers = action.kind == Kind::kBackward && action.backward == Backward::kInputOnly;
+  return concat(what, defers ? " (kInputOnly)" : "", " of stage ", action.stage, ", micro-batch ",
                 action.micro_batch);
 }
 
-/// Its memory outlasts single forwards and backwards.
+/// Whether the unit stays unsharded between single forwards and backwards.
 bool OpenStep::stays(const Unit& unit) const {
   return options_.reshard == StepReshard::kStep || !unit.controls.reshard_after_forward;
 }
@@ -75,8 +76,8 @@ void OpenStep::release_transient() {
 
 // ---------------------------------------------------------------------------------------- forward
 
-/// Refuses a forward where a backward runs, in a pair also one that is called before or after
-/// autograd by the function of the backward.
+/// Refuses a forward inside a backward: in a pair also one that the backward's function calls
+/// before or after autograd runs.
 void OpenStep::require_outside_of_backward() {
   const bool is_inside =
       is_pair() ? base::pass_here() == 0 || base::in_backward_pass() : runtime_.is_in_backward();
@@ -172,7 +173,8 @@ void OpenStep::leave(Unit& unit, bool is_outermost) {
 
 // --------------------------------------------------------------------------------------- backward
 
-/// Errors: kUsage, here and on the other ranks.
+/// Requires that the entry is of the backward that was announced. Errors: kUsage, here and on the
+/// other ranks.
 void OpenStep::require_of_action(const Entry& entry) {
   now_ = &backward_;
   const auto& of = entry.segment->forward->in_step;
@@ -195,7 +197,7 @@ void OpenStep::require_of_action(const Entry& entry) {
              "next"));
 }
 
-/// What any rank's backward goes through, by part and position. Collective.
+/// Returns what any rank's backward goes through, by part and position. Collective.
 std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
   const auto agreed = runtime_.agree_on_backward(first);
   const auto& one = micro_batch_of(backward_);
@@ -218,9 +220,10 @@ std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
   return reached;
 }
 
-/// Plans the backward under way of a step that records.
+/// Plans the backward under way, in a step that records.
 std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
-  // As an eager plan of the same options does: so sums have the same order from the first step on.
+  // As in an eager plan of the same options, so that sums have the same order from the first step
+  // on.
   const bool reduces_here = reduces(reduce_at(), micro_batch_of(backward_).which);
   std::vector<PlanUnit> units;
   std::vector<bool> releases;
@@ -254,7 +257,7 @@ void OpenStep::plan_backward(const Entry* first) {
     fail(ErrorKind::kUsage,
          concat(action_as_text(),
                 ": found torch::autograd::grad, or a backward() with inputs, expected a backward() "
-                "without, since weight gradients would be left out without a word; call backward() "
+                "without, since weight gradients would silently be left out; call backward() "
                 "and read the input's grad()"));
   }
   backward_.action.began = true;
@@ -321,7 +324,7 @@ void OpenStep::end_backward() {
   if (records_) release_transient();
   const bool is_first = !std::exchange(of.had_backward, true);
   one.state = backward_.action.backward == Backward::kFull ? State::kDone : State::kInputDone;
-  touch(backward_.action.stage);
+  mark_dirty(backward_.action.stage);
   if (records_) {
     auto& turns = turns_.stages[static_cast<std::size_t>(backward_.action.stage)];
     count_turns(backward_, turns.backward, is_first);

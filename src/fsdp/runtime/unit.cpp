@@ -18,18 +18,18 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Whether the tensor's values exist (our own layers make parameters without data).
+/// Whether the tensor has values (Tessera's layers make parameters without data).
 bool has_data(const at::Tensor& tensor) {
   return tensor.numel() == 0 || tensor.storage().nbytes() > 0;
 }
 
-/// The memory that a parameter had before it was laid out, where others look at it, too.
+/// The memory that a parameter had before it was laid out, where other tensors share it.
 struct SharedMemory {
   c10::Storage storage;
   std::string parameter;
 };
 
-/// Gives it back: who still looks at it from outside the sharded module meets an error.
+/// Frees the memory. A later access through a tensor outside of the sharded module throws an error.
 void release_memory(const std::vector<SharedMemory>& all) {
   for (const auto& [storage, name] : all) {
     auto* impl = storage.unsafeGetStorageImpl();
@@ -54,7 +54,7 @@ at::Tensor Buffer::stored() const {
     const auto differs = bytes(one).ne(bytes(other)).any();
     return !comm::read_on_host(differs, contract.name).item<bool>();
   };
-  // By value: the statistics of a batch norm are written past version counters.
+  // Compares by value: the statistics of a batch norm are written past version counters.
   const bool is_as_made =
       exact.defined() && tensor.is_alias_of(made) && tensor.scalar_type() == made.scalar_type() &&
       tensor.sizes() == exact.sizes() && is_equal(tensor.detach(), exact.to(made.scalar_type()));
@@ -78,7 +78,7 @@ void Buffer::cast() {
   const auto after = at::empty(tensor.sizes(), tensor.options().dtype(wanted));
   grad::finite_copy(after.view({-1}), before.reshape({-1}), "buffer " + contract.name);
   tensor.set_data(after);  // the object that the module holds stays
-  // Whoever else holds the memory may write to it.
+  // Clones the values, since other holders of the memory may write to it.
   const bool narrows = !represents(contract.compute, contract.storage);
   *last_cast = {narrows ? before.clone() : at::Tensor(), after};
 }
@@ -110,24 +110,25 @@ Unit::~Unit() {
   }
 }
 
-/// On a device memory is free behind those who use it, and not when nobody refers to it any more.
+/// On a device memory is free after its uses, which may still run when the last reference is gone.
 void Unit::end_gather() {
   try {
     for (auto& one : pending_) one.wait();
   } catch (const std::exception&) {
-    // The run has failed: what is under way is lost.
+    // The run has failed; gathers under way are lost.
   }
   try {
     abandon_gather();
   } catch (const std::exception&) {
-    // A device that no longer answers: its memory is lost with it.
+    // The device no longer answers; its memory is lost.
   }
 }
 
 void Parameter::leave_unit() {
   unit = nullptr;
   for (const auto& leaf : leaves) {
-    // The module may live on; its tensors hold the leaf through their hook, and nothing else may.
+    // The module may outlive it; its tensors keep the leaf through their hook, and nothing else
+    // may.
     leaf->owner = nullptr;
     leaf->contract = nullptr;
     leaf->sink = nullptr;
@@ -153,7 +154,7 @@ void Unit::set_unshard_in_backward(bool value) {
 
 void Unit::set_divide_factor(double factor) {
   controls.divide_factor = factor;
-  // Frozen ones too: they may be trained later (set_trainable).
+  // This includes frozen parameters, which may be trained later (set_trainable).
   for (auto& parameter : parameters_) parameter->contract.reductions.divide_factor = factor;
   for (auto& bucket : buckets_) bucket->set_divide_factor(factor);
 }
@@ -200,7 +201,7 @@ void Unit::add(std::vector<std::shared_ptr<Parameter>> added) {
 }
 
 std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) {
-  // What is whole on every rank takes part in no collective.
+  // A bucket that is whole on every rank takes part in no collective.
   const AxesGroups on = plan.key.replicated ? AxesGroups() : runtime_->groups().of(plan.key);
   return std::make_unique<Bucket>(*this, plan, on.groups, on.rank);
 }
@@ -214,8 +215,8 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
   const auto options = runtime_->plan_options();
   const auto plan = layout::plan_unit(name(), items, options);
   layout::validate(plan, items, options);
-  // Parameters may be views of one storage: it is read until the last of them has moved. What a
-  // parameter had to itself is free at once.
+  // Parameters may be views of one storage, which is read until the last of them has moved. A
+  // storage of one parameter alone is freed at once.
   std::vector<SharedMemory> old_memory;
   for (const auto& bucket_plan : plan.buckets) {
     auto bucket = make_bucket(bucket_plan);
@@ -233,7 +234,7 @@ void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
       if (parameter.shard.defined()) {
         parameter.shard.set_data(shard);
       } else {
-        // With a version of its own: a bucket's shards are views of one memory.
+        // It has a separate version counter: a bucket's shards are views of one memory.
         parameter.shard = shard.variable_data();
         parameter.shard.set_requires_grad(parameter.contract.trainable);
       }
@@ -266,7 +267,7 @@ std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
                 shown_name(),
                 ": found a forward under way, expected none while modules are sharded");
   const auto flat = has_values_
-                        ? whole_of(*runtime_, *this, bucket, bucket.shard(), "laid out anew")
+                        ? whole_of(*runtime_, *this, bucket, bucket.shard(), "laid out again")
                         : bucket.shard();
   std::vector<std::shared_ptr<Parameter>> taken;
   for (auto& parameter : parameters_) {
@@ -277,7 +278,7 @@ std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
     const auto placed = bucket.plan().parameters[parameter->place];
     for (auto& leaf : parameter->leaves) {
       runtime_->sink().remove(leaf->slot);  // until another unit takes the parameter
-      // The values again, in the storage dtype; several leaves of one parameter share them.
+      // Restores the values in the storage dtype; several leaves of one parameter share them.
       auto values = has_values_ ? flat.narrow(0, placed.offset, placed.numel).clone()
                                 : at::empty({0}, flat.options());
       if (!has_values_) values.unsafeGetTensorImpl()->set_sizes_contiguous(leaf->tensor.sizes());
@@ -327,7 +328,7 @@ std::uint64_t Unit::weights_version() const {
 }
 
 void Unit::mark_stale(const at::Tensor& mark) {
-  if (device() != at::kCPU && gather_pending()) wait_gather();  // this rank's part is, too
+  if (device() != at::kCPU && gather_pending()) wait_gather();  // it writes this rank's slice, too
   if (!gathered_ && !gather_pending()) return;
   read_here();
   for (const auto& bucket : buckets_) bucket->mark_stale(mark);
@@ -342,7 +343,7 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
     readers_.note(comm::Stream::current(device()));
   }
   for_groups(&BucketGroups::gather, [&](comm::Group* group) { begin_gather(group, micro_batch); });
-  // On a device what is read meanwhile would be written.
+  // On a device kernels may read the memory meanwhile, so that the gather has to end first.
   if (pending_.empty() || (gathered_ && device() != at::kCPU)) wait_gather();
 }
 
@@ -367,7 +368,7 @@ void Unit::begin_gather(comm::Group* group, std::uint32_t micro_batch) {
     return;
   }
   if (const auto& stream = group->stream()) {
-    // All that read it, where it is gathered already.
+    // Where it is gathered already, the stream is ordered after all that read it.
     gathered_ ? readers_.join(stream, comm::EventSite::kGather) : readers_.note(stream);
   }
   pending_.push_back(submit(runtime_->queue(), *group, std::move(batch), [&] {
@@ -383,7 +384,7 @@ void Unit::wait_gather() {
   pending_.clear();
   filled_.clear();
   const auto here = comm::Stream::current(device());
-  readers_.enter(here, comm::EventSite::kGather);  // what the rank's own stream has written
+  readers_.enter(here, comm::EventSite::kGather);  // after what the rank's stream has written
   readers_.clear();
   readers_.note(here);
   if (gathered_) return;
@@ -403,11 +404,11 @@ void Unit::leave_shards() const {
 void Unit::release() {
   if (gather_pending()) wait_gather();
   if (!gathered_) return;
-  give_memory_back();
+  free_memory();
   require_unwritten(*this);
 }
 
-void Unit::give_memory_back() {
+void Unit::free_memory() {
   readers_.join(comm::Stream::current(device()), comm::EventSite::kGather);
   readers_.clear();
   for (auto& bucket : buckets_) bucket->unsharded().end();
@@ -417,7 +418,7 @@ void Unit::give_memory_back() {
 void Unit::abandon_gather() {
   pending_.clear();
   filled_.clear();
-  give_memory_back();
+  free_memory();
 }
 
 void Unit::tickets_changed(int delta) {

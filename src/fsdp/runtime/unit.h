@@ -1,7 +1,8 @@
 // Unit: the parameters that are gathered and reduced together, usually a block.
 //
-// Knows its parameters, leaves and buckets, and lays them out; it decides nothing about order
-// (fsdp/runtime/runtime.h) and nothing about dtypes (the contracts). Next: bucket.h, runtime.h.
+// A unit owns its parameters, leaves and buckets, and lays them out. It decides nothing about the
+// order of collectives (runtime.h) and nothing about dtypes (the contracts). Next: bucket.h,
+// runtime.h.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,7 @@ struct Leaf : grad::Leaf {
   Parameter* owner = nullptr;
 };
 
-/// The leaf that a tensor already is, or null.
+/// Returns the leaf that the tensor already is, or null.
 inline std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor) {
   return std::static_pointer_cast<Leaf>(grad::find_leaf(tensor));
 }
@@ -39,8 +40,8 @@ inline std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor) {
 class Runtime;
 class Unit;
 
-/// One parameter of a unit. The shard tensor stays the same object for good; its data moves when
-/// the unit is laid out anew. Whoever holds a view of it (ShardView) may outlive its unit.
+/// One parameter of a unit. Its shard is the same tensor object for good; the shard's data moves
+/// when the unit is laid out again. A view of the parameter (ShardView) may outlive its unit.
 struct Parameter : std::enable_shared_from_this<Parameter> {
   Parameter() = default;
   ~Parameter() { leave_unit(); }
@@ -49,21 +50,21 @@ struct Parameter : std::enable_shared_from_this<Parameter> {
 
   GradContract contract;
   std::vector<std::shared_ptr<Leaf>> leaves;
-  at::Tensor shard;                  ///< [owned], storage dtype: what optimizers see
-  Unit* unit = nullptr;              ///< null once that is gone
+  at::Tensor shard;                  ///< [owned], storage dtype; optimizers update it
+  Unit* unit = nullptr;              ///< null once the unit is gone
   std::size_t bucket = 0;            ///< index into Unit::buckets
   std::size_t place = 0;             ///< index into the bucket plan's parameters
-  std::vector<int> coordinates;      ///< of this rank on contract.layout.axes
-  std::int64_t place_in_model = -1;  ///< as ShardView
+  std::vector<int> coordinates;      ///< this rank's, on contract.layout.axes
+  std::int64_t place_in_model = -1;  ///< see ShardView
   bool used = false;       ///< a gradient arrived here since gradients were last published
   bool published = false;  ///< shard.grad() is ours
-  bool lost = false;       ///< a failure took it, and nobody has said that it may go
-  at::Tensor seen_grad;    ///< shard.grad() as it was last looked at, and its version then
+  bool lost = false;       ///< a failure lost its gradient, and zero_grad() was not called since
+  at::Tensor seen_grad;    ///< shard.grad() as record_published() found it, and its version
   std::uint32_t seen_version = 0;
 
   layout::Range owned() const;  ///< elements of the parameter in the shard
   const layout::Placed& placed() const;
-  /// Its unit is gone, or it itself: nothing reaches either through the module's tensors any more.
+  /// Detaches the module's tensors from the parameter when the parameter or its unit is destroyed.
   void leave_unit();
 };
 
@@ -71,33 +72,33 @@ struct Parameter : std::enable_shared_from_this<Parameter> {
 struct Buffer {
   BufferMeta meta;
   BufferContract contract;
-  bool given = false;  ///< the contract comes from ShardOptions::buffer_contracts
-  at::Tensor tensor;   ///< the module's own
+  bool given = false;  ///< whether the contract is from ShardOptions::buffer_contracts
+  at::Tensor tensor;   ///< the tensor of the module
 
-  /// Its values in the storage dtype: as they were loaded, all digits, for as long as nobody wrote
-  /// to what the cast made of them.
+  /// Returns the values in the storage dtype: as they were loaded, in full precision, as long as
+  /// nothing has been written to the result of the cast.
   at::Tensor stored() const;
-  /// Its memory, once: the object that the module holds stays.
+  /// Moves its memory to the device; the tensor object that the module holds stays the same.
   void move_to(at::Device device) const;
-  /// From the storage dtype, to the compute dtype. Errors: kUsage for another dtype; kContract.
+  /// Casts it from the storage dtype to the compute dtype. Errors: kUsage where it has neither
+  /// dtype; kContract for a finite value that the cast would make infinite.
   void cast();
 
-  /// What the cast leaves: digits that it dropped would be missing in a checkpoint. Small: buffers
-  /// are.
+  /// The last cast. It keeps the values before the cast, whose lost digits would be missing in a
+  /// checkpoint. Buffers are small.
   struct Cast {
-    at::Tensor exact;  ///< defined where it narrowed
-    at::Tensor made;   ///< what it made; holds the memory, so that its address is no other's
+    at::Tensor exact;  ///< the values before the cast; undefined where the cast lost no digits
+    at::Tensor made;   ///< the result; holds the memory, so that its address stays unique
   };
-  std::shared_ptr<Cast> last_cast = std::make_shared<Cast>();  ///< one for all names of a tensor
+  std::shared_ptr<Cast> last_cast = std::make_shared<Cast>();  ///< shared by all names of a tensor
 };
 
-/// An entry of what a unit's module registers, and its name in the model.
+/// A parameter, a buffer or an inner unit that a unit's module registers.
 struct Registered {
-  std::string name;                 ///< "" of a unit inside that was given a name of its own
-  std::shared_ptr<Leaf> leaf = {};  ///< a parameter, of whichever unit
-  at::Tensor buffer = {};           ///< or a buffer
-  std::weak_ptr<const Unit> unit =
-      {};  ///< or a unit inside; `name` is what stands before its names
+  std::string name;                     ///< in the model; "" for an inner unit that was named
+  std::shared_ptr<Leaf> leaf = {};      ///< a parameter, of any unit
+  at::Tensor buffer = {};               ///< or a buffer
+  std::weak_ptr<const Unit> unit = {};  ///< or an inner unit; `name` prefixes its names
 };
 
 class Unit : public std::enable_shared_from_this<Unit> {
@@ -106,16 +107,16 @@ class Unit : public std::enable_shared_from_this<Unit> {
   ~Unit();
 
   const std::string& name() const { return contract.name; }
-  /// For messages and labels: the outermost unit of a model has no name of its own.
+  /// Returns the name for messages and labels, since the outermost unit of a model has no name.
   std::string shown_name() const { return std::string(unit_label(name())); }
   /// Puts `prefix` before the unit's and its parameters' names.
   void add_prefix(const std::string& prefix);
 
-  /// Lays out `parameters` (each with leaves whose tensors hold the full values, or no data at all)
-  /// into new buckets beside those that are there.
+  /// Lays out `parameters` in new buckets, in addition to the present ones. The tensors of their
+  /// leaves hold the full values, or no data at all.
   void add(std::vector<std::shared_ptr<Parameter>> parameters);
-  /// The parameters of bucket `index` with the full values back in their leaves; the bucket is
-  /// gone. Collective.
+  /// Removes bucket `index` and returns its parameters, with the full values in their leaves again.
+  /// Collective.
   std::vector<std::shared_ptr<Parameter>> take_bucket(std::size_t index);
 
   const std::vector<std::shared_ptr<Parameter>>& parameters() const { return parameters_; }
@@ -123,9 +124,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
   Bucket& bucket_of(const Parameter& parameter) { return *buckets_[parameter.bucket]; }
   bool trainable() const;
-  /// Calls `act(group)` once for each group that its buckets name, in the order in which they do: a
-  /// group's buckets go out together, on every rank in this order. Null is the group of those that
-  /// have nobody to share with.
+  /// Calls `act(group)` once for each group that its buckets name, in the order of the buckets. The
+  /// collectives of a group's buckets are issued together, on every rank in this order. Buckets
+  /// that no other rank shares have the group null.
   template <class Act>
   void for_groups(comm::Group* BucketGroups::* which, const Act& act) const {
     for (std::size_t i = 0; i < buckets_.size(); ++i) {
@@ -136,63 +137,69 @@ class Unit : public std::enable_shared_from_this<Unit> {
     }
   }
 
-  /// Every parameter has values (loaded, initialized or from a full module).
+  /// Whether every parameter has values (loaded, initialized or from a full module).
   bool has_values() const { return has_values_; }
   void set_has_values() { has_values_ = true; }
 
   // --- called by the runtime ---
   bool gathered() const { return gathered_; }
   bool gather_pending() const { return !pending_.empty(); }
-  /// Starts the gather; again into the same memory where it already is unsharded ([Note: collective
-  /// order]: whether a collective is issued may not depend on what happened on this rank).
+  /// Starts the gather. Where the unit is unsharded already, it gathers again into the same memory:
+  /// whether a collective is issued may not depend on what happened on this rank ([Note: collective
+  /// order]).
   void begin_gather(std::uint32_t micro_batch);
   void wait_gather();
-  /// The current stream reads what is gathered: behind the gather, and before it is given back.
+  /// Notes that the current stream reads the gathered memory: its reads are ordered after the
+  /// gather and before the release.
   void read_here() {
     if (gathered_) readers_.enter(comm::Stream::current(device()), comm::EventSite::kGather);
   }
-  /// Of a gather under way this rank's shards are read: the current stream may write to them.
+  /// Orders the current stream after the reads of this rank's shards by a gather that is under way,
+  /// so that it may write to them.
   void leave_shards() const;
-  /// Errors: kUsage where somebody wrote to the parameters (the memory is given back all the same).
+  /// Frees the gathered memory. Errors: kUsage where the parameters were written to (the memory is
+  /// freed all the same).
   void release();
   /// The sum of the shards' version counters: changes with every write to one of them.
   std::uint64_t weights_version() const;
-  /// Casts buffers whose values are loaded to their compute dtype; again only after a new load.
+  /// Casts buffers whose values are loaded to their compute dtype, once after each load.
   void cast_buffers();
   void forget_cast() { buffers_are_cast_ = false; }
   bool buffers_are_cast() const { return buffers_are_cast_; }
-  /// Writes 1 to `mark`, [] of bytes, if it is unsharded, or about to be, with other values than
-  /// this rank's shards hold now.
+  /// Writes 1 to `mark` ([] of bytes) if the unit is unsharded, or about to be, with values that
+  /// differ from this rank's shards.
   void mark_stale(const at::Tensor& mark);
-  void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
-  /// As a forward of the unit begins; renew_shared() as it ends, so that what the code around it
-  /// does with leaves of its own is no further use of the same node. [Note: one leaf a use]
+  void abandon_gather();  ///< after a failure: frees memory without waiting
+  /// Gives every leaf a new AccumulateGrad node, when a forward of the unit begins. [Note: one leaf
+  /// a use]
   void renew_accumulators();
+  /// Does that for leaves that other units own, when a forward ends, so that a use of such a leaf
+  /// in the code around it is not a further use of the same node.
   void renew_shared();
-  /// For trainable parameters, from the next sum on. Nothing may be summed yet.
+  /// Sets the factor by which later sums of gradients are divided. Nothing may be summed yet.
   void set_divide_factor(double factor);
   void set_unshard_in_backward(bool value);
   void join(const std::shared_ptr<Runtime>& runtime);
   Runtime& runtime() { return *runtime_; }
   const Runtime& runtime() const { return *runtime_; }
-  /// Needs no gather: one rank that computes in its storage dtype.
+  /// Whether it needs no gather: one rank that computes in its storage dtype.
   bool always_unsharded() const;
 
-  /// Where a step of the model stands with it.
+  /// The state of the unit in the step under way.
   struct Progress {
     int open_calls = 0;              ///< forwards on the stack
-    int tickets = 0;                 ///< deferred gradients that are owed
+    int tickets = 0;                 ///< deferred gradients that are not formed yet
     bool reduced = false;            ///< in this backward
     bool pending = false;            ///< a backward without sync left gradients in its slots
     bool unpublished = false;        ///< reduced since its gradients were last published
-    bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
+    bool unsharded_by_user = false;  ///< kept until the user or a forward reshards it
     bool gathered_again = false;     ///< before its backward, by a forward that is repeated
     bool ran_without_grad = false;   ///< in its last forward
   };
   const Progress& progress() const { return progress_; }
   /// Recorded forwards whose backward is not finished.
   int expected() const { return *expected_; }
-  /// Its memory outlasts backwards.
+  /// Whether it stays unsharded after a backward.
   bool keeps_unsharded_after_backward() const {
     return progress_.unsharded_by_user || !controls.reshard_after_backward;
   }
@@ -200,7 +207,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool has_handle() const { return has_handle_; }
 
   // --- called by its buckets ---
-  /// Whether a forward of it waits for its backward, or gradients of it are deferred.
+  /// Whether a forward waits for its backward, or gradients are deferred.
   bool expects_gradients() const { return expected() > 0 || progress_.tickets > 0; }
   /// Notes the current stream as one that reads its gathered memory.
   void note_reader() {
@@ -208,19 +215,19 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   void tickets_changed(int delta);
 
-  UnitContract contract;  ///< its name, and what a call casts
+  UnitContract contract;  ///< its name, and the casts of a call
   std::vector<Buffer> buffers;
-  /// In the order of the modules, each in every place where it stands; empty where the contracts
-  /// came with the names (ShardOptions::contracts).
+  /// In the order of the modules; a tensor that is registered in several places is listed in each.
+  /// Empty where the contracts came with the names (ShardOptions::contracts).
   std::vector<Registered> registered;
 
   UnitControls controls;
-  /// What is gathered while it computes; empty: the agreed order.
+  /// The units that are gathered while it computes; empty: those that follow in the agreed order.
   std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
-  const void* module = nullptr;  ///< what the handle holds, to know it again
-  /// The same, where it is one and has no units inside: plans may tell it.
+  const void* module = nullptr;  ///< the module of the handle, for comparisons
+  /// The module, where it is Recomputable and has no units inside: plans may choose its mode.
   std::weak_ptr<Recomputable> recomputable;
-  /// Units that hold some of this module's parameters, which live at least as long as this one.
+  /// Units that own some of this module's parameters; they live at least as long as this one.
   std::vector<std::shared_ptr<Unit>> owners;
   bool shares_of(const Unit& other) const {
     return std::any_of(owners.begin(), owners.end(),
@@ -228,15 +235,15 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   std::vector<std::shared_ptr<Leaf>> owned_elsewhere;  ///< leaves that another unit owns
 
-  std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan);  ///< empty
-  std::string released_message() const;  ///< of accesses to parameters that are not unsharded
+  std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan);  ///< without values
+  std::string released_message() const;  ///< for accesses to parameters that are sharded
 
  private:
   friend class Runtime;
   friend class Publisher;
 
   void build(std::vector<std::shared_ptr<Parameter>> parameters);
-  void give_memory_back();
+  void free_memory();
   void end_gather();
   at::Device device() const;
 
@@ -244,22 +251,22 @@ class Unit : public std::enable_shared_from_this<Unit> {
   Progress progress_;
   std::shared_ptr<std::atomic<int>> expected_ = std::make_shared<std::atomic<int>>(0);
   UnitId id_ = 0;
-  bool has_handle_ = true;  // false once that is gone
+  bool has_handle_ = true;  // false once the handle is destroyed
   std::vector<std::shared_ptr<Parameter>> parameters_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
-  /// Of one group's buckets.
+  /// Starts the gather of one group's buckets.
   void begin_gather(comm::Group* group, std::uint32_t micro_batch);
 
-  std::vector<comm::Pending> pending_;  // one a group
-  // Of a device:
-  std::vector<comm::Event> filled_;  // behind what this rank sends, of pending_
-  comm::Uses readers_;               // of the gathered memory
+  std::vector<comm::Pending> pending_;  // one for each group
+  // On a device:
+  std::vector<comm::Event> filled_;  // by pending_: after the reads of this rank's shards
+  comm::Uses readers_;               // streams that use the gathered memory
   bool gathered_ = false;
   bool has_values_ = true;
   bool buffers_are_cast_ = false;
 };
 
-/// The unit of a handle that was not moved from. Errors: kUsage.
+/// Returns the unit of a handle. Errors: kUsage where the handle was moved from.
 Unit& unit_of_handle(const std::shared_ptr<Unit>& unit);
 
 }  // namespace tessera::fsdp

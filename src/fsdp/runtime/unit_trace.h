@@ -1,9 +1,9 @@
-// Spans of units' forwards and backwards, while the rank's thread has a trace; and which unit the
-// thread is in, always.
+// UnitTrace writes spans of units' forwards and backwards while the rank's thread has a trace, and
+// always tells UnitHere which unit the thread is in.
 //
-// A forward counts from when its parameters are there to its return, a backward from its
-// pre-backward node to its marker; what has no marker lasts until the backward ends, as its
-// gathered memory does. Next: base/trace.h.
+// A forward's span lasts from when its parameters are readable to its return, a backward's from its
+// pre-backward node to its marker. A backward without a marker lasts until the whole backward ends,
+// as its gathered memory does. Next: base/trace.h.
 #pragma once
 
 #include <array>
@@ -27,8 +27,8 @@ class UnitTrace {
     UnitHere::enter(entered.empty() ? std::string_view() : entered.back());
     if (!forwards.empty()) close(forwards, forwards.back().key);
   }
-  /// `key`: the recorded forward whose backward this is. Each of its results says so, the first
-  /// counts.
+  /// `key`: the recorded forward whose backward this is. Each of its results calls this; the first
+  /// call counts.
   void backward_begins(const void* key, const std::string& unit) {
     UnitHere::enter(unit);
     if (current_trace() != nullptr && !is_open(backwards_, key)) {
@@ -38,7 +38,7 @@ class UnitTrace {
   void backward_ends(const void* key) {
     if (!backwards_.empty()) close(backwards_, key);
   }
-  /// Of all that is still open.
+  /// Ends all spans of backwards that are still open.
   void all_backwards_end();
   void forget();
 
@@ -49,7 +49,7 @@ class UnitTrace {
     TraceClock::time_point begin;
   };
   struct Stack {
-    std::vector<std::string_view> entered;  // the units' own names
+    std::vector<std::string_view> entered;  // names of units
     std::vector<Open> forwards;
   };
   void forward_begins(const char* what, const std::string& unit) {
@@ -60,11 +60,11 @@ class UnitTrace {
   }
   static bool is_open(const std::vector<Open>& list, const void* key);
   void open(std::vector<Open>& list, const void* key, const char* what, const std::string& unit);
-  /// The last one with this key.
+  /// Closes the last span with this key.
   void close(std::vector<Open>& list, const void* key);
 
   std::array<Stack, base::kPasses> stacks_;
-  std::vector<Open> backwards_;  // that have begun and not passed their marker
+  std::vector<Open> backwards_;  // begun, and not past their marker
 };
 
 }  // namespace tessera::fsdp
