@@ -21,7 +21,7 @@ DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 NEW_TOKENS = 32
 PROMPTS = {"qwen3-fp32": [1, 6, 20], "qwen3-mixed": [6], "llama-fp32": [1, 6, 20],
            "llama-mixed": [6], "qwen3-next-fp32": [1, 62, 7, 70],
-           "nemotron-h-fp32": [2, 1, 63, 72]}
+           "nemotron-h-fp32": [2, 1, 63, 72], "qwen3-5-text-fp32": [7, 62, 65, 72]}
 
 
 def main():
