@@ -1,5 +1,7 @@
 // What the program refuses: exit code 2, one line on stderr that names the key, nothing on stdout.
 
+#include <nlohmann/json.hpp>
+
 #include "cli/program.h"
 #include "support/test.h"
 
@@ -7,6 +9,14 @@ namespace tessera::cli::refusal_test {
 namespace {
 
 using Words = std::vector<std::string>;
+
+/// The config.json of a folder of tests/golden/data with another value of one key.
+std::string config_with(const std::string& of, const char* key, const nlohmann::json& value) {
+  auto config =
+      nlohmann::json::parse(read_file(std::string(TESSERA_TEST_DATA) + "/" + of + "/config.json"));
+  config[key] = value;
+  return config.dump();
+}
 
 struct Refused {
   Words words;
@@ -28,6 +38,15 @@ TEST_P(Refusals, AreExitCodeTwoAndOneLine) {
     std::string text = read_file(folder / "model.json");
     return text.replace(text.find("260"), 3, "200");
   }());
+  folder.write("unknown_layer.json",
+               config_with("qwen3-next-fp32", "layer_types",
+                           {"linear_attention", "mamba", "linear_attention"}));
+  folder.write("short_layers.json", config_with("qwen3-5-text-fp32", "layer_types",
+                                                {"linear_attention", "full_attention"}));
+  folder.write("long_pattern.json",
+               config_with("nemotron-h-fp32", "hybrid_override_pattern", "ME*-MM"));
+  folder.write("unknown_part.json", config_with("nemotron-h-fp32", "layers_block_type",
+                                                {"mamba", "moe", "sliding", "mlp", "mamba"}));
   const Outcome outcome = run_program(folder, GetParam().words, GetParam().environment);
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   EXPECT_EQ(outcome.out, "");
@@ -113,6 +132,11 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--data.path", "short.txt"}), "at least one row of 17"},
         Refused{train({"--validation.path", "short.txt"}), "validation.path"},
         Refused{train({"--model.config", "small_vocabulary.json"}), "vocabulary of at least 257"},
+        Refused{train({"--model.config", "unknown_layer.json"}), "layer_types: found \"mamba\""},
+        Refused{train({"--model.config", "short_layers.json"}), "layer_types: found ["},
+        Refused{train({"--model.config", "long_pattern.json"}),
+                "the layers of hybrid_override_pattern"},
+        Refused{train({"--model.config", "unknown_part.json"}), "layers_block_type: found ["},
         Refused{train({"--job.dump_folder", "/dev/null/run"}), "/dev/null/run"},
         Refused{{"gradients", "--model", ".", "--batch", "absent.safetensors", "--out", "o"},
                 "config.json"},
