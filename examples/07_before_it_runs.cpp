@@ -1,7 +1,7 @@
 // Before it runs: what a rank of any number holds and sends in a step of a module of one's own, counted
 // without the ranks, and a plan that keeps within a budget by it.
 //
-//   build/release/examples/06_before_it_runs
+//   build/release/examples/07_before_it_runs
 //
 // Rank 0 prints the bytes of ranks in worlds of 2, 8 and 64. Then two ranks train with all
 // activations kept, and under a budget that has no room for them: the losses are the same.
