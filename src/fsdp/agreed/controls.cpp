@@ -13,7 +13,7 @@ namespace {
 class Words {
  public:
   void add(const std::string& what) { text_ += concat(text_.empty() ? "" : "; ", what); }
-  /// "what of a, b"; "what" alone for all of them.
+  /// Adds "what of a, b" for the units where it is set, or "what" alone where it is set for all.
   void add(const std::string& what, const std::vector<Controls::OfUnit>& all,
            const std::function<bool(const UnitControls&)>& is_set) {
     std::vector<std::string> names;

@@ -1,10 +1,11 @@
 // Controls: what users switch between steps, as a value.
 //
 // [Note: controls] Every switch changes which collectives are issued, or when, so it has to be the
-// same on all ranks. Setting one does not communicate. What differs from the agreed plan is written
-// into every label, which backends compare anyway, and into the hash that the order of a forward is
-// compared by: ranks that differ find out at their next collective, which names the control.
-// Pure: no torch header. Next: runtime.h (which acts by it), handle.cpp (who sets it).
+// same on all ranks. Setting one does not communicate. Settings that differ from the agreed plan
+// are written into every label, which backends compare anyway, and into the hash by which the order
+// of a forward is compared: ranks that differ get an error at their next collective, which names
+// the control. Pure: no torch header. Next: runtime.h (which acts on it), handle.cpp (which sets
+// it).
 #pragma once
 
 #include <optional>
@@ -13,21 +14,21 @@
 
 namespace tessera::fsdp {
 
-/// Of one unit.
+/// The controls of one unit.
 struct UnitControls {
   bool requires_sync = true;  ///< its gradients are reduced at the end of its backward
   bool reshard_after_forward = true;
-  bool agreed_reshard_after_forward = true;  ///< when all ranks last compared their plans
+  bool agreed_reshard_after_forward = true;  ///< its value when ranks last compared plans
   bool reshard_after_backward = true;
   bool unshard_in_backward = true;
-  std::optional<double> divide_factor;  ///< that the user set after sharding
+  std::optional<double> divide_factor;  ///< where the user set it after sharding
 
-  /// Its memory outlasts forwards that nobody differentiates, as it outlasts backwards.
+  /// Whether the unit stays unsharded after a forward without backward, as it does after backwards.
   bool keeps_unsharded_in_eval() const { return !reshard_after_backward && !reshard_after_forward; }
   bool operator==(const UnitControls&) const = default;
 };
 
-/// Of all units together.
+/// The controls of the whole model.
 struct ModelControls {
   bool requires_replica_reduce = true;
   bool is_last_backward = true;
@@ -41,7 +42,7 @@ struct Controls {
   struct OfUnit {
     std::string name;  ///< as messages show it
     UnitControls controls;
-    std::vector<std::string> forward_prefetch, backward_prefetch;  ///< names; empty: agreed order
+    std::vector<std::string> forward_prefetch, backward_prefetch;  ///< empty: agreed order
     bool operator==(const OfUnit&) const = default;
   };
   ModelControls model;
@@ -49,7 +50,7 @@ struct Controls {
   bool operator==(const Controls&) const = default;
 };
 
-/// Every control that is not as the plan was agreed, in words; "" for none.
+/// Returns every control that differs from the agreed plan, as text; "" for none.
 std::string to_string(const Controls& controls);
 
 }  // namespace tessera::fsdp

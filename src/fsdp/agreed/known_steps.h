@@ -27,8 +27,8 @@ struct PlanInputs {
   bool operator==(const PlanInputs&) const = default;
 };
 
-/// How often a stage's forward and backward give the turn to a pass beside them ([Note: pairs] in
-/// ../runtime/open_step.h); none: micro-batches differ.
+/// How often a stage's forward and backward change turns with the other pass of a pair ([Note:
+/// pairs] in ../runtime/open_step.h); none where micro-batches differ.
 struct StageTurns {
   std::optional<std::int64_t> forward, backward;
   bool operator==(const StageTurns&) const = default;

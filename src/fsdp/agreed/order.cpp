@@ -11,7 +11,7 @@ std::uint64_t Trace::hash() const {
   return std::max<std::uint64_t>(hash_of(*this), 1);  // 0 can stand for "no trace"
 }
 
-std::vector<TraceEvent> crossings(const Trace& trace) {
+std::vector<TraceEvent> trace_events(const Trace& trace) {
   const auto count = trace.units.size();
   std::vector<std::size_t> exit(count, count);
   for (std::size_t i = 0; i < trace.exits.size(); ++i) exit.at(trace.exits[i]) = i;
@@ -49,7 +49,7 @@ std::string first_difference(const std::vector<std::string>& names_of_first, int
 std::vector<bool> to_bits(const BackwardView& view, const ViewFrame& frame) {
   TESSERA_INVARIANT(view.actions_done <= frame.actions, view.actions_done, " of ", frame.actions,
                     " actions");
-  // As many ones as actions: the most of any rank stay.
+  // Sets one bit for each action done, so that "any rank" keeps the highest number.
   std::vector<bool> bits(frame.actions, false);
   for (std::size_t i = 0; i < view.actions_done; ++i) bits[i] = true;
   for (const auto& [number, units] : frame.forwards) {

@@ -1,14 +1,14 @@
 // The order of collectives as values. [Note: collective order]
 //
-// Two equal-size Gloo collectives that are issued in different orders on two ranks exchange each
-// other's data without an error. So the order is not what happens to be ready first, nor what this
-// rank still has in memory, but one list, a pure function of what all ranks agreed on when the
-// backward began: the Trace of each forward that it goes through on some rank, that is the sequence
-// in which units were entered and the one in which they were left; the places that it passes
-// (BackwardView); units' options and what is unsharded. pass_planner.h makes the list from them,
-// and every rank runs all of it, also where it did not use a result. In forward each rank gathers
-// what is not unsharded yet: that is the same everywhere, since backward's list says what is
-// released, too. Pure: no torch header.
+// Two Gloo collectives of equal size that are issued in different orders on two ranks exchange each
+// other's data without an error. So their order depends neither on what is ready first nor on what
+// this rank has in memory. It is one list, a pure function of what all ranks agreed on when the
+// backward began: the Trace of each forward that it goes through on some rank (the order in which
+// units were entered and left), the places that it passes (BackwardView), the units' options and
+// which units are unsharded. pass_planner.h makes the list, and every rank runs all of it, also
+// where it did not use a result. In a forward each rank gathers the units that are not unsharded
+// yet: these are the same everywhere, since the list of a backward also says what is released.
+// Pure: no torch header.
 #pragma once
 
 #include <cstddef>
@@ -28,18 +28,18 @@ using UnitId = std::uint32_t;
 /// The units in the order in which one forward of the root entered them, and in which it left them.
 struct Trace {
   std::vector<UnitId> units;
-  std::vector<std::size_t> exits;  ///< positions in `units`, as their forwards ended
-  /// By position: the outermost checkpoint that it ran in, counted from 1; 0 for none.
+  std::vector<std::size_t> exits;  ///< positions in `units`, in the order of their ends
+  /// By position: the number, from 1, of the outermost checkpoint that it ran in; 0 for none.
   std::vector<std::uint32_t> checkpoints;
   bool operator==(const Trace&) const = default;
   std::uint64_t hash() const;
 };
 
 // The limits of files are far beyond any model; a plan of that size is checked within seconds.
-inline constexpr std::int64_t kMostPlaces = 1 << 13;  // of all traces
+inline constexpr std::int64_t kMostPlaces = 1 << 13;  // in all traces
 
-/// Ranges that only a whole plan defines: the units that a trace enters; numbers of its places; a
-/// number for each of its places.
+/// Ranges that only a whole plan defines: the units that a trace enters, the numbers of its places,
+/// and one number for each place.
 struct EnteredUnits {};
 struct PlaceNumbers {};
 struct ByPlace : IntRange {};
@@ -51,60 +51,61 @@ constexpr void fields(V& visit, Of<Trace>) {
   visit({"checkpoints", "checkpoint of entry"}, &Trace::checkpoints, ByPlace{{0, kMostPlaces}});
 }
 
-/// A forward comes to a unit, or leaves it.
+/// A forward enters a unit or leaves it.
 struct TraceEvent {
   std::size_t position = 0;  ///< in Trace::units
   bool enters = true;
   bool operator==(const TraceEvent&) const = default;
 };
-/// All of a trace's, in the order of the forward: calls are nested, so the order of beginnings and
-/// that of ends say how the two follow each other. What has not ended ends last.
-std::vector<TraceEvent> crossings(const Trace& trace);
+/// Returns the events of a trace in the order of the forward. Calls are nested, so the order of
+/// entries and the order of exits define it. Calls that have not ended end last.
+std::vector<TraceEvent> trace_events(const Trace& trace);
 
-/// The first place where rank 0's list and that of `rank` differ, in words: "entry 3: rank 0
+/// Returns the first difference between rank 0's list and that of `rank`, as text: "entry 3: rank 0
 /// entered layers.3, rank 1 entered layers.4", or "... entered nothing more" for the shorter one.
-/// Empty when they agree.
+/// Empty where they are equal.
 std::string first_difference(const std::vector<std::string>& names_of_first, int rank,
                              const std::vector<std::string>& names);
 
 /// One rank's part of the agreement when a backward begins. Ranks may use results differently: one
-/// drops a branch, another keeps a graph for later. Autograd knows then which nodes it will run, so
-/// each rank says through which units' forwards its backward goes; all of them do what any needs.
+/// drops a branch, another keeps a graph for later. Autograd knows at that time which nodes it will
+/// run, so each rank says which units' forwards its backward goes through; all ranks do what any of
+/// them needs.
 struct BackwardView {
-  /// Actions done of the backward around this one; 0 for an outermost one.
+  /// The number of actions done in the backward around this one; 0 for an outermost one.
   std::uint64_t actions_done = 0;
-  /// Numbers of the forwards of which some graph lives.
+  /// Numbers of the forwards of which a graph exists.
   std::set<std::uint32_t> alive;
-  /// By number of the forward, for those that backward goes through: by position of its trace,
+  /// By number of each forward that the backward goes through, and by position of its trace:
   /// whether the unit's parameters are needed there.
   std::map<std::uint32_t, std::vector<bool>> reached;
   bool operator==(const BackwardView&) const = default;
 };
 
-/// The forwards and actions that a view is about, the same on all ranks.
+/// The range of what a view may say, the same on all ranks.
 struct ViewFrame {
-  std::size_t actions = 0;  ///< of the backward around this one
-  /// By number of each forward that is kept: units in its trace.
+  std::size_t actions = 0;  ///< number of actions of the backward around this one
+  /// By number of each forward that is kept: the number of units in its trace.
   std::map<std::uint32_t, std::size_t> forwards;
 };
 
-/// One bit for each thing that a view may say: the bits of which any rank's count are what any of
-/// them says, with the most actions. As many for every view of a frame.
+/// Converts a view to bits, as many for every view of a frame: the OR of all ranks' bits is a view
+/// that says what any rank says, with the highest actions_done.
 std::vector<bool> to_bits(const BackwardView& view, const ViewFrame& frame);
 BackwardView from_bits(const std::vector<bool>& bits, const ViewFrame& frame);
 
-// What one step of a sharded tree runs, as a value: each stage's forward and what its backward goes
-// through. Recorded in the first step of a schedule, agreed on at the beginning of the others
-// (../runtime/open_step.h records and follows).
+// The next values are the record of one step of a sharded tree: each stage's forward and what its
+// backward goes through. The first step of a schedule records it, later steps agree on it when they
+// begin (../runtime/open_step.h).
 
-/// By position of a trace.
+/// Whether a backward needs the parameters, by position of a trace.
 using Reach = std::vector<bool>;
 
-/// One stage of a rank: the same for each of its micro-batches.
+/// The record of one stage of a rank, the same for each of its micro-batches.
 struct StageRecord {
   /// The outermost forwards of one micro-batch; checkpoints are counted from 1 over all of them.
   std::vector<Trace> parts;
-  /// As `parts`: some backward needs the unit's parameters there, on some rank.
+  /// By part: the positions where some rank's backward needs the unit's parameters.
   std::vector<Reach> reached;
   bool operator==(const StageRecord&) const = default;
 };
@@ -118,15 +119,16 @@ constexpr void fields(V& visit, Of<StageRecord>) {
 
 struct StepRecord {
   std::vector<StageRecord> stages;
-  /// Micro-batches of one stage did not enter the same: there is nothing to follow.
+  /// Whether micro-batches of one stage entered different units, so that there is nothing to
+  /// follow.
   bool varies = false;
   bool operator==(const StepRecord&) const = default;
-  /// Every stage has run, and all of its micro-batches alike.
+  /// Whether every stage has run, and all of its micro-batches alike.
   bool is_complete() const;
   std::uint64_t hash() const;
 };
 
-/// Stages of a rank.
+/// A list with one element for each stage of a rank.
 struct ByStage : List<> {};
 inline constexpr ByStage kStages{{StepScopeOptions::kMostStages, "stages"}};
 
@@ -136,15 +138,15 @@ constexpr void fields(V& visit, Of<StepRecord>) {
   visit({"varies", "micro-batches differ", Missing::kNotInFile}, &StepRecord::varies);
 }
 
-/// Counts checkpoints as if `before` had been the last one of what came earlier.
+/// Returns the trace with checkpoints counted from 1, where `before` of them ran earlier.
 Trace counted_after(Trace trace, std::uint32_t before);
 
-/// The units that the parts enter, those that lend them parameters before them, each at its first
-/// place. `lenders`: by unit.
+/// Returns the units that the parts enter, in the order of their first places, each after the units
+/// that own parameters of it. `owners`: by unit.
 std::vector<UnitId> first_entries(const std::vector<Trace>& parts,
                                   const std::vector<std::vector<UnitId>>& owners);
 
-/// Adds what `reached` has to what is known of a backward through the same parts.
+/// Adds `reached` to what is known of a backward through the same parts.
 void add_reach(std::vector<Reach>& known, const std::vector<Reach>& reached);
 
 }  // namespace tessera::fsdp

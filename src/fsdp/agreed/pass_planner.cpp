@@ -14,7 +14,8 @@ using Kind = PlanAction::Kind;
 PassPlanner::PassPlanner(const StageRecord& record, const std::vector<PlanUnit>& units,
                          const PlanChoices& choices, const std::vector<bool>& shared)
     : record_(record), units_(units), choices_(choices), shared_(shared) {
-  // Which stage comes first to a unit that several stages use is not known.
+  // Which stage comes first to a unit that several stages use is not known, so it counts as
+  // sharded.
   for (const auto unit : units_of_stage(record, units)) {
     if (units[unit].gathered && !shared[unit]) gathered_.insert(unit);
   }
@@ -53,7 +54,7 @@ PassPlan PassPlanner::forward() {
   for (const auto& part : record_.parts) {
     auto& places = pass.places.emplace_back(part.units.size());
     std::vector<int> open(units_.size(), 0);
-    for (const auto& [position, enters] : crossings(part)) {
+    for (const auto& [position, enters] : trace_events(part)) {
       const auto unit = part.units[position];
       auto& place = places[position];
       if (enters) {
@@ -92,7 +93,7 @@ void PassPlanner::end_forward_of(PassPlan& pass, UnitId unit) {
       pass.actions.push_back({Kind::kKeepToBackward, unit});
       return;
     case Keep::kUpdate:
-      // One action a step.
+      // One action in a step is enough.
       if (kept_.insert(unit).second) pass.actions.push_back({Kind::kKeepToUpdate, unit});
       return;
   }
@@ -131,12 +132,12 @@ class PassPlanner::Backward {
   /// A place where a unit's parameters are needed.
   struct Use {
     PassedPlace place;
-    bool secured = false;  ///< gathered for, or known to be there
+    bool secured = false;  ///< gathered for this use, or known to be gathered
   };
   struct UseOf {
-    int active = 0;        ///< backwards that have begun
-    int secured = 0;       ///< for uses that have not begun
-    std::size_t last = 0;  ///< place after which no gradient of it can come
+    int active = 0;        ///< number of its backwards that have begun
+    int secured = 0;       ///< number of secured uses that have not begun
+    std::size_t last = 0;  ///< place after which it gets no gradient
   };
 
   UnitId unit_of(const PassedPlace& place) const {
@@ -173,7 +174,7 @@ class PassPlanner::Backward {
     counts.needed = pass_.actions.size();
     if (is_used) {
       prefetch(unit);
-      // Gathers ahead are issued first: they overlap with it.
+      // Gathers ahead are issued first, so that they overlap with the recomputation.
       const auto& recompute = planner_.choices_.recompute;
       if (!recompute.empty() && recompute.at(unit) != RecomputeMode::kNone) {
         pass_.actions.push_back({Kind::kRecompute, unit});
@@ -218,7 +219,7 @@ class PassPlanner::Backward {
   const std::vector<PlanUnit>& units_;
   const bool reduces_;
   const std::vector<PassedPlace> places_;
-  std::size_t now_ = 0;        // in places_
+  std::size_t now_ = 0;        // index in places_
   std::vector<UseOf> use_of_;  // by unit
   std::vector<Use> uses_;
   std::size_t next_use_ = 0;

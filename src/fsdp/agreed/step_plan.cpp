@@ -15,7 +15,7 @@ namespace tessera::fsdp {
 std::vector<PassedPlace> forward_places(const StageRecord& record) {
   std::vector<PassedPlace> places;
   for (std::size_t part = 0; part < record.parts.size(); ++part) {
-    for (const auto& [position, enters] : crossings(record.parts[part])) {
+    for (const auto& [position, enters] : trace_events(record.parts[part])) {
       places.push_back({part, position, enters});
     }
   }
@@ -37,9 +37,9 @@ std::vector<PassedPlace> backward_places(const StageRecord& record) {
       places.push_back({one->part, one->position, false});
     }
   };
-  std::set<std::uint32_t> done;  // checkpoints
+  std::set<std::uint32_t> done;  // numbers of checkpoints
   for (std::size_t part = parts.size(); part-- > 0;) {
-    const auto all = crossings(parts[part]);
+    const auto all = trace_events(parts[part]);
     for (auto one = all.rbegin(); one != all.rend(); ++one) {
       const auto checkpoint = parts[part].checkpoints.at(one->position);
       if (checkpoint == 0) {
@@ -81,7 +81,7 @@ std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<
   for (const auto& unit : units) may.push_back(unit.recompute_by == RecomputeBy::kPlan);
   for (const auto& stage : record.stages) {
     for (const auto& part : stage.parts) {
-      const auto all = crossings(part);
+      const auto all = trace_events(part);
       for (std::size_t i = 0; i < all.size(); ++i) {
         const auto [position, enters] = all[i];
         if (!enters) continue;
@@ -160,7 +160,7 @@ std::string_view how(RecomputeMode mode) {
   return mode == RecomputeMode::kSelective ? " but for products of weights" : " wholly";
 }
 
-/// Of which pass, behind the stage where there are several.
+/// Returns the name of the pass, after that of the stage where there are several.
 std::string words_of(const StepPlan& plan, std::size_t stage, MicroBatchClass which,
                      const char* pass) {
   return concat(plan.stages.size() > 1 ? concat("stage ", stage, ", ") : std::string(),
@@ -175,12 +175,12 @@ std::string to_string(const StepPlan& plan) {
   std::string text;
   const auto lines = [&](const std::string& before, const StageRecord& record,
                          const PassPlan& pass) {
-    // By action: the last place that does it, in the order of the pass.
+    // The last place that runs an action, in the order of the pass.
     struct Place {
       std::string name;
       const char* when;
     };
-    std::multimap<std::size_t, Place> places;  // by how many actions are done then
+    std::multimap<std::size_t, Place> places;  // by the number of actions that are done there
     for (std::size_t part = 0; part < pass.places.size(); ++part) {
       for (std::size_t i = 0; i < pass.places[part].size(); ++i) {
         const auto& name = plan.units.at(record.parts.at(part).units.at(i)).name;

@@ -1,19 +1,19 @@
-// What one step does with the memory and the gradients of a sharded model, as a value.
+// StepPlan: what one step does with the memory and the gradients of a sharded model, as a value.
 //
 // A record (order.h) says what a step runs: for each stage the units that its forward enters, and
 // those that its backward goes through. A plan says what happens around that: when a unit is
-// gathered and waited for, how long it is kept, when it is given back and when its gradients are
-// reduced. It is a pure function of what all ranks have agreed on, the record and what is chosen
-// (PlanChoices), so every rank makes the same one; a step scope does what it says and nothing else
-// ([Note: step scope] in ../runtime/open_step.h). Passes change choices (src/capture/), never
-// lists.
+// gathered and waited for, how long it is kept, when it is released and when its gradients are
+// reduced. It is a pure function of values that all ranks have agreed on, the record and the
+// choices (PlanChoices), so that every rank makes the same one. A step scope runs its actions and
+// no others ([Note: step scope] in ../runtime/open_step.h). Compiler passes change choices
+// (src/capture/), never lists.
 //
 // ZeRO's stages are three choices: 3 gathers for each forward and each backward, 2 gathers once a
 // step and reduces every micro-batch, 1 gathers once a step and reduces with the last micro-batch.
 //
-// Pure: no torch header. Next: step_plan_check.h (what holds for every plan), open_step.h.
-// Source: DeepCompile (arXiv 2504.09983) schedules gathers and releases as nodes of a graph; a unit
-// is one flat message here, so the places between units are all that there is to choose.
+// Pure: no torch header. Next: step_plan_check.h (what holds for every plan), open_step.h. Source:
+// DeepCompile (arXiv 2504.09983) schedules gathers and releases as nodes of a graph; a unit is one
+// flat message here, so the places between units are all that there is to choose.
 #pragma once
 
 #include <array>
@@ -32,13 +32,13 @@
 
 namespace tessera::fsdp {
 
-// What files may say (order.h). The bytes of all units stay within 62 bits.
+// Limits of plan files (order.h). The bytes of all units stay within 62 bits.
 inline constexpr std::int64_t kMostPlanUnits = 1 << 13;
 inline constexpr std::int64_t kMostPlanActions = 1 << 20;
 inline constexpr std::int64_t kMostUnitBytes = std::int64_t{1} << 48;
 
-/// Ranges of what only a whole plan can tell: its units; the number of one, and several numbers; a
-/// choice for each of them; what is done, of which a plan has so many in all.
+/// Ranges that only a whole plan defines: its units, the number of a unit, several numbers, a
+/// choice for each unit, and actions, whose number in the whole plan is limited.
 struct AllUnits : List<> {};
 struct UnitName : TextLimit {};
 struct UnitNumber {};
@@ -49,9 +49,9 @@ struct ByUnit : List<> {
 struct Actions : List<> {};
 inline constexpr Actions kActions{{kMostPlanActions, "actions"}};
 
-/// Who says how a unit's forward is computed again in its backward.
+/// Who chooses how a unit's forward is computed again in its backward.
 enum class RecomputeBy : std::uint8_t {
-  kNone,  ///< it is no Recomputable without units inside
+  kNone,  ///< no choice: it is not Recomputable, or has units inside
   kUser,  ///< Recomputable::set_recompute, which binds
   kPlan,
 };
@@ -60,16 +60,16 @@ constexpr auto words_of(RecomputeBy) {
       {{"nobody", RecomputeBy::kNone}, {"user", RecomputeBy::kUser}, {"plan", RecomputeBy::kPlan}});
 }
 
-/// A unit as far as plans go; the same on every rank.
+/// A unit as plans see it, the same on every rank.
 struct PlanUnit {
-  std::string name = {};            ///< as messages show it
-  std::int64_t bytes = 0;           ///< of its gathered memory
-  bool gathers = false;             ///< it has parameters, which are gathered to be read
-  bool gathers_in_backward = true;  ///< for its backward, too
-  bool gathered = false;            ///< it is when the step begins
+  std::string name = {};            ///< the name that messages show
+  std::int64_t bytes = 0;           ///< size of its gathered memory
+  bool gathers = false;             ///< it has parameters, which are gathered before they are read
+  bool gathers_in_backward = true;  ///< also for its backward
+  bool gathered = false;            ///< it is gathered when the step begins
   bool reduces = false;             ///< its gradients are summed over ranks
-  std::vector<UnitId> owners = {};  ///< units that hold some of its parameters
-  /// Gathered while it computes; empty: what comes next.
+  std::vector<UnitId> owners = {};  ///< units that own some of its parameters
+  /// Units that are gathered while it computes; empty: those that come next.
   std::vector<UnitId> forward_prefetch = {}, backward_prefetch = {};
   RecomputeBy recompute_by = RecomputeBy::kNone;
   bool operator==(const PlanUnit&) const = default;
@@ -103,7 +103,7 @@ constexpr auto words_of(Keep) {
 /// When the gradients of a unit are reduced.
 enum class ReduceAt : std::uint8_t {
   kEveryBackward,  ///< after its last use in the backward of every micro-batch
-  kLastBackward,   ///< the same, of the last micro-batch only
+  kLastBackward,   ///< the same, for the last micro-batch only
   kAsked,          ///< where StepScope::reduce() of its stage says so, or at the end of the step
 };
 constexpr auto words_of(ReduceAt) {
@@ -115,10 +115,10 @@ constexpr auto words_of(ReduceAt) {
 struct PlanChoices {
   std::vector<Keep> keep;  ///< by unit
   ReduceAt reduce = ReduceAt::kLastBackward;
-  /// How many units ahead of the one that computes are gathered, where it names none itself.
+  /// How many of the next units are gathered while a unit computes that has no prefetch list.
   std::size_t ahead_in_forward = 1;
   std::size_t ahead_in_backward = 1;
-  /// By unit; of those that nobody tells kNone. make_plan() takes an empty one for that of all.
+  /// By unit; kNone for units without a choice. make_plan() takes an empty list as kNone for all.
   std::vector<RecomputeMode> recompute = {};
   bool operator==(const PlanChoices&) const = default;
 };
@@ -138,14 +138,14 @@ constexpr void fields(V& visit, Of<PlanChoices>) {
 
 struct PlanAction {
   enum class Kind : std::uint8_t {
-    kGather,        ///< issues it
-    kGatherShared,  ///< unless it is gathered: other stages of the rank use the unit, too
-    kWait,          ///< from here on it can be read
+    kGather,        ///< issues the gather
+    kGatherShared,  ///< issues it unless it is gathered: other stages of the rank use the unit, too
+    kWait,          ///< waits for the gather: from here on the unit can be read
     kKeepToBackward,
     kKeepToUpdate,
-    kRelease,    ///< its memory goes back
-    kReduce,     ///< issues the sum over ranks of what its slots hold
-    kRecompute,  ///< its forward runs again, before its backward: the module's own doing
+    kRelease,    ///< frees the gathered memory
+    kReduce,     ///< issues the sum of its gradients over ranks
+    kRecompute,  ///< notes that the module runs its forward again, before its backward
   };
   Kind kind = Kind::kGather;
   UnitId unit = 0;
@@ -218,8 +218,8 @@ constexpr auto words_of(MicroBatchClass) {
 inline std::string_view to_string(MicroBatchClass of) { return word_of(of); }
 inline std::string_view to_string(PlanAction::Kind kind) { return word_of(kind); }
 
-/// Of the `index`-th micro-batch that a stage begins. `count`: how many a step has, 0 where nobody
-/// has said: then none is known to be the last.
+/// Returns the class of the `index`-th micro-batch that a stage begins. `count`: the number of
+/// micro-batches in a step, 0 where it is not known: then none counts as the last one.
 MicroBatchClass class_of(std::int64_t index, std::int64_t count);
 
 /// Whether the backward of such a micro-batch reduces.
@@ -237,8 +237,8 @@ constexpr void fields(V& visit, Of<StagePlan>) {
   visit("micro_batches", &StagePlan::micro_batches, ByWord<MicroBatchClass>{});
 }
 
-/// Who calls: micro-batches one after the other, each backward right after its forward, or as a
-/// pipeline's schedule has them.
+/// The order of micro-batches: one after the other, each backward right after its forward, or the
+/// order of a pipeline's schedule.
 enum class PlanOrder : std::uint8_t { kOneAfterTheOther, kAny };
 constexpr auto words_of(PlanOrder) {
   return std::to_array<Word<PlanOrder>>(
@@ -248,8 +248,8 @@ constexpr auto words_of(PlanOrder) {
 struct StepPlan {
   PlanOrder order = PlanOrder::kOneAfterTheOther;
   std::vector<PlanUnit> units;
-  PlanChoices choices;  ///< what it was made by
-  StepRecord record;    ///< what it is a plan of
+  PlanChoices choices;  ///< the choices that it was made by
+  StepRecord record;    ///< the record that it was made for
   std::vector<StagePlan> stages;
   bool operator==(const StepPlan&) const = default;
   /// The same on every rank and every machine for equal plans.
@@ -272,19 +272,20 @@ struct PassedPlace {
   bool begins = true;
   bool operator==(const PassedPlace&) const = default;
 };
-/// All of a stage's, in the order in which each forward, or each backward, passes them; a backward
-/// passes those inside a checkpoint where the first of them would be (pass_planner.h).
+/// Return the places of a stage in the order in which each forward, or each backward, passes them.
+/// A backward passes the places inside a checkpoint where the first of them would be
+/// (pass_planner.h).
 std::vector<PassedPlace> forward_places(const StageRecord& record);
 std::vector<PassedPlace> backward_places(const StageRecord& record);
 
-/// Units that a stage's passes come to: what is entered, its lenders, what it names to be
-/// prefetched.
+/// Returns the units that a stage's passes use: those that are entered, the owners of their
+/// parameters, and those in their prefetch lists.
 std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<PlanUnit>& units);
-/// By unit: several stages of the rank come to it.
+/// Returns, by unit, whether several stages of the rank use it.
 std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<PlanUnit>& units);
 
-/// By unit: a plan may choose its mode. Where it is entered nothing else is, and no checkpoint
-/// around it runs it again; another mode would be another trace.
+/// Returns, by unit, whether a plan may choose its recompute mode: where it is entered no other
+/// unit is, and no checkpoint around it runs it again. Another mode would be another trace.
 std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<PlanUnit>& units);
 
 /// Returns the default choices of a step, except the recompute modes that users set. `resharded`,
@@ -298,13 +299,14 @@ PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& res
 StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                    const PlanChoices& choices, PlanOrder order);
 
-/// Makes plans where eager ones are not what is wanted: a pure function, the same on every rank, of
-/// a record, units, what an eager plan would choose, and the order. What it makes is checked
-/// (step_plan_check.h) and compared between ranks before it is followed.
+/// Makes plans in place of the eager ones: a pure function, the same on every rank, of a record,
+/// the units, the choices of an eager plan, and the order. Its plan is checked (step_plan_check.h)
+/// and compared between ranks before it is followed.
 using Planner = std::function<StepPlan(const StepRecord&, const std::vector<PlanUnit>&,
                                        const PlanChoices&, PlanOrder)>;
 
-/// A line an action, place by place: "micro-batch first, forward of layers.1: gather layers.2".
+/// Returns a line for each action, place by place: "micro-batch first, forward of layers.1: gather
+/// layers.2".
 std::string to_string(const StepPlan& plan);
 
 }  // namespace tessera::fsdp

@@ -11,14 +11,14 @@ namespace {
 
 using Kind = PlanAction::Kind;
 
-/// What a rank has gathered, and who reads it.
+/// The units that a rank has gathered, and those of them that are readable.
 struct Memory {
-  std::set<UnitId> gathered;  ///< or about to be
-  std::set<UnitId> readable;  ///< of these
+  std::set<UnitId> gathered;  ///< gathered, or being gathered
+  std::set<UnitId> readable;  ///< those that were waited for
   bool operator==(const Memory&) const = default;
 };
 
-/// Goes through the passes of one stage.
+/// Walks through the passes of one stage.
 class Walk {
  public:
   Walk(const StepPlan& plan, std::size_t stage, std::optional<std::int64_t> budget,
@@ -34,7 +34,7 @@ class Walk {
     for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
       if (!plan.units[unit].gathered || shared[unit]) continue;
       add_bytes(unit, 1);
-      // What the stage does not come to stays as it is.
+      // Units that the stage does not use stay as they are.
       if (!used.contains(unit)) continue;
       memory_.gathered.insert(unit);
       memory_.readable.insert(unit);
@@ -122,7 +122,7 @@ class Walk {
     require_reduced();
   }
 
-  /// Where gathers ahead look: the uses of this pass in their order, and those of each unit.
+  /// Lists the uses of this pass in their order, for gathers ahead, and those of each unit.
   void find_uses(const std::vector<PassedPlace>& places) {
     uses_.clear();
     uses_of_.assign(plan_.units.size(), {});
@@ -136,12 +136,13 @@ class Walk {
   std::size_t ahead() const {
     return is_forward_ ? plan_.choices.ahead_in_forward : plan_.choices.ahead_in_backward;
   }
-  /// A unit that names what is gathered while it computes has that and nothing else.
+  /// Whether the units after it are gathered while it computes: where it names none itself.
   bool looks_ahead(UnitId unit) const {
     const auto& of = plan_.units[unit];
     return (is_forward_ ? of.forward_prefetch : of.backward_prefetch).empty();
   }
-  /// Of the uses that the one before `next_use_` looks ahead to; a forward's end with it.
+  /// Returns the end of the uses that are gathered ahead during the use before `next_use_`. A
+  /// forward looks no further than its end.
   std::size_t end_of_ahead() const {
     const auto& now = uses_[next_use_ - 1];
     const auto left = is_forward_ ? record_.parts[now.part].units.size() - now.position - 1
@@ -149,7 +150,7 @@ class Walk {
     return next_use_ + std::min(ahead(), left);
   }
 
-  /// While `unit` computes what comes next is gathered, as far ahead as was chosen.
+  /// Requires that the next units are gathered while `unit` computes, as many as were chosen.
   void require_ahead(UnitId unit) {
     if (!looks_ahead(unit)) return;
     const auto end = end_of_ahead();
@@ -171,7 +172,7 @@ class Walk {
           ahead(), " units ahead were chosen");
   }
 
-  /// What is to be reduced now waits for no end of the step.
+  /// Requires that a backward that reduces reduces every unit.
   void require_reduced() {
     if (is_forward_ || !reduces(plan_.choices.reduce, which_)) return;
     for (const auto& [unit, last] : last_) {
@@ -255,14 +256,14 @@ class Walk {
 
   void release(UnitId unit) {
     if (memory_.gathered.erase(unit) == 0) {
-      return fault(pass_, "unit ", name(unit), " is given back where it is not gathered");
+      return fault(pass_, "unit ", name(unit), " is released where it is not gathered");
     }
     memory_.readable.erase(unit);
     add_bytes(unit, -1);
-    if (users_[unit] > 0) fault(pass_, "unit ", name(unit), " is given back while it is used");
+    if (users_[unit] > 0) fault(pass_, "unit ", name(unit), " is released while it is used");
     const auto keep = plan_.choices.keep[unit];
     if (keep == Keep::kUpdate || (keep == Keep::kBackward && is_forward_)) {
-      fault(pass_, "unit ", name(unit), " is given back, which was to be kept");
+      fault(pass_, "unit ", name(unit), " is released, which was to be kept");
     }
   }
 
@@ -294,7 +295,8 @@ class Walk {
     runs_again_ = true;
   }
 
-  /// Nothing is left of a pass but what is kept for longer than it.
+  /// Requires that after a pass only the units are gathered that are kept for longer, and are
+  /// waited for.
   void require_passed(const char* pass, Keep least) {
     for (const auto unit : memory_.gathered) {
       if (plan_.choices.keep[unit] >= least) continue;
@@ -302,7 +304,7 @@ class Walk {
     }
     for (const auto unit : memory_.gathered) {
       if (!memory_.readable.contains(unit)) {
-        fault(pass, "nobody waits for the gather of unit ", name(unit));
+        fault(pass, "no action waits for the gather of unit ", name(unit));
       }
     }
   }
@@ -320,19 +322,19 @@ class Walk {
   std::int64_t bytes_ = 0;
   std::int64_t peak_ = 0;
   std::vector<int> users_;              // by unit
-  std::map<UnitId, std::size_t> last_;  // the place after which no gradient of it can come
+  std::map<UnitId, std::size_t> last_;  // the place after which the unit gets no gradient
   std::set<UnitId> reduced_;            // in this pass
   std::size_t now_ = 0;
-  std::optional<UnitId> begins_;   // whose forward or backward begins at the place under way
-  bool runs_again_ = false;        // its forward, as an action there has said
-  std::vector<PassedPlace> uses_;  // of this pass
-  std::vector<std::vector<std::size_t>> uses_of_;  // by unit, which of them read it
-  std::size_t next_use_ = 0;                       // the first that has not begun
-  std::size_t looked_at_ = 0;  // those before it were looked at from before them
-  bool is_ahead_ = false;      // the actions under way gather ahead
+  std::optional<UnitId> begins_;   // whose forward or backward begins at the present place
+  bool runs_again_ = false;        // an action at the present place recomputes its forward
+  std::vector<PassedPlace> uses_;  // in this pass
+  std::vector<std::vector<std::size_t>> uses_of_;  // by unit: indices in uses_
+  std::size_t next_use_ = 0;                       // the first use that has not begun
+  std::size_t looked_at_ = 0;  // the first use that require_ahead() has not checked
+  bool is_ahead_ = false;      // the present actions gather ahead
 };
 
-/// Whether the rest may be looked at at all.
+/// Returns faults of shape; the other checks need a plan without them.
 std::vector<std::string> faults_of_shape(const StepPlan& plan) {
   std::vector<std::string> faults;
   const auto count = plan.units.size();

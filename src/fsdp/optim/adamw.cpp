@@ -1,4 +1,4 @@
-// AdamW over the shards, as many as one call takes.
+// AdamW over the shards, with as few kernel calls as possible.
 #include "fsdp/optim/adamw.h"
 
 #include <ATen/ATen.h>
@@ -27,7 +27,7 @@ std::string AdamW::name() const { return std::string(name_of(OptimizerName::kAda
 
 void AdamW::update(const std::vector<Item*>& items) {
   on_device_.clear();
-  // One fused call for those that are stepped alike; it wants one dtype a call.
+  // Parameters with the same dtype and rates, which one fused call updates.
   struct Alike {
     at::ScalarType dtype;
     Rates rates;
@@ -51,7 +51,8 @@ void AdamW::update(const std::vector<Item*>& items) {
   }
 }
 
-/// Where the parameter is. On a device all that have made as many share one: it is a kernel to set.
+/// Returns the number of updates as a tensor on the parameter's device. On a device parameters with
+/// the same number share one tensor, since setting it is a kernel.
 at::Tensor AdamW::steps_of(Item& item, const at::Tensor& parameter) {
   const auto steps = static_cast<double>(item.steps);
   if (!parameter.is_cpu()) {

@@ -1,4 +1,4 @@
-// AdamW as a class, for what steps some parameters otherwise (muon.cpp).
+// AdamW as a class, for optimizers that update some parameters in another way (muon.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@ namespace tessera::fsdp {
 
 class AdamW : public Optimizer {
  public:
-  /// `lr_scale`: times the learning rate of every parameter. Errors: kUsage for numbers that are
-  /// none of AdamW's.
+  /// `lr_scale`: a factor of every learning rate. Errors: kUsage for numbers that AdamW does not
+  /// allow.
   AdamW(const ShardedBase& model, const AdamWOptions& options, double lr_scale = 1.0);
   std::string name() const override;
   std::vector<KeptTensor> states() const override { return {{"exp_avg"}, {"exp_avg_sq"}}; }
@@ -27,7 +27,7 @@ class AdamW : public Optimizer {
   MasterOfShard& master() { return master_; }
 
  private:
-  enum State : std::size_t { kFirst, kSecond, kSteps };  // as states(), and what the kernel counts
+  enum State : std::size_t { kFirst, kSecond, kSteps };  // states(), then the kernel's count
   struct Lists {
     std::vector<at::Tensor> parameters, grads, first, second, steps;
   };
@@ -37,7 +37,7 @@ class AdamW : public Optimizer {
 
   AdamWOptions options_;
   double lr_scale_;
-  std::map<std::int64_t, at::Tensor> on_device_;  // by number, of the update under way
+  std::map<std::int64_t, at::Tensor> on_device_;  // by number of updates, in the present update
   MasterOfShard master_;
 };
 

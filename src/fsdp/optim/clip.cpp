@@ -19,7 +19,8 @@
 namespace tessera {
 namespace {
 
-/// Of |value|^p over all elements of all gradients. `numbers` are read with it, all as `what`.
+/// Returns the sum of abs(value)^p over all elements of all gradients. `numbers` are read to the
+/// host at the same time, all under the label `what`.
 double sum_of_powers(const ShardedBase& model, double p, double largest,
                      std::vector<at::Tensor>& numbers, std::string_view what) {
   const fsdp::PendingNorm pending(model, p, largest);
@@ -34,7 +35,7 @@ double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
   return sum_of_powers(model, p, largest, none, "gradient norm");
 }
 
-/// The larger one; NaN where either is.
+/// Returns the larger one; NaN where either is NaN.
 double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
 
 double largest_absolute(const ShardedBase& model) {
@@ -61,13 +62,13 @@ double largest_absolute(const ShardedBase& model) {
   return largest;
 }
 
-/// A parameter that a check names.
+/// A parameter that a check has found.
 struct Named {
   std::int64_t place = 0;  ///< ShardView::place_in_model
   std::string name;
 };
 
-/// Those that this stage has found, with those of the other stages of a pipeline, in the order of
+/// Returns the names that this stage and the other stages of a pipeline have found, in the order of
 /// the model. Collective.
 std::vector<std::string> names_of_stages(const ShardedBase& model, std::vector<Named> found) {
   if (auto* stages = model.stages_group(); stages != nullptr) {
@@ -115,7 +116,7 @@ void scale_gradients(const ShardedBase& model, double norm, double max_norm) {
   for (const auto& gradient : gradients) gradient.mul_(factor);
 }
 
-/// norm_of() -> the norm before.
+/// Clips the gradients to `max_norm` and returns their norm before, which `norm_of()` computes.
 template <class NormOf>
 double clipped(const ShardedBase& model, double max_norm, const NormOf& norm_of) {
   TESSERA_CHECK(!std::isnan(max_norm), ErrorKind::kUsage,
@@ -179,7 +180,7 @@ std::vector<std::string_view> invariant_axes(const ParameterLayout& layout) {
   return axes;
 }
 
-/// The gradient's sum on this rank's shard; undefined: none.
+/// Returns the gradient's sum on this rank's shard; undefined where there is none.
 at::Tensor sum_of(const fsdp::Parameter& parameter) {
   const auto& bucket = parameter.unit->bucket_of(parameter);
   const auto owned = parameter.owned();
@@ -188,7 +189,7 @@ at::Tensor sum_of(const fsdp::Parameter& parameter) {
       0, bucket.plan().offset_in_slice(parameter.placed(), bucket.rank()), owned.size());
 }
 
-/// Of the bytes of each; 0 of none.
+/// Returns the hash of the bytes of each sum; 0 where there is none.
 std::vector<std::uint64_t> hashes_of(const std::vector<at::Tensor>& sums) {
   std::vector<std::uint64_t> hashes;
   for (const auto& sum : comm::read_on_host(sums, "invariant gradients")) {
@@ -199,7 +200,7 @@ std::vector<std::uint64_t> hashes_of(const std::vector<at::Tensor>& sums) {
   return hashes;
 }
 
-/// Of this stage.
+/// Returns the parameters of this stage whose gradients differ between ranks.
 std::vector<Named> differing_gradients(fsdp::Runtime& runtime) {
   std::vector<const fsdp::Parameter*> parameters;
   for (const auto* unit : runtime.units()) {

@@ -7,8 +7,8 @@
 namespace tessera::fsdp {
 namespace {
 
-// Two vectors of 64 bytes a panel and eight rows a strip: sixteen sums in registers where vectors
-// have 64 bytes. Terms in blocks, of which a panel's part of b stays in the cache.
+// A panel has two vectors of 64 bytes, a strip eight rows: sixteen sums, all in registers where
+// vectors have 64 bytes. Terms are added in blocks, so that a panel's part of b stays in the cache.
 constexpr std::int64_t kVectors = 2;
 constexpr std::int64_t kStrip = 8;
 constexpr std::int64_t kTerms = 512;
@@ -78,7 +78,7 @@ __attribute__((always_inline)) inline void form(const Product<T>& of, std::int64
   }
 }
 
-// The same with each set of vector instructions: the widest that the processor has.
+// form() for each set of vector instructions; the widest one of the processor is used.
 template <class T>
 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,fma"))) void form_512(
     const Product<T>& of, std::int64_t begin, std::int64_t end) {

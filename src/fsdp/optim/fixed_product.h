@@ -1,8 +1,8 @@
 // Products of matrices whose bits depend on the matrices alone.
 //
-// A library's product is cut for the threads that there are, and with the cut the order of its sums
-// changes. Here each sum goes from the first term to the last, whoever forms it: ranks with other
-// numbers of threads have the same bits, on processors with the same vector instructions. Pure.
+// A library splits a product over the available threads, which changes the order of its sums. Here
+// each sum goes from the first term to the last, on any thread: ranks with other numbers of threads
+// have the same bits, on processors with the same vector instructions. Pure.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +16,15 @@ struct Product {
   const T* a = nullptr;
   const T* b = nullptr;
   T alpha = 1;
-  const T* y = nullptr;  ///< null: nothing is added
+  const T* y = nullptr;  ///< null: no summand
   T beta = 0;
-  T* result = nullptr;  ///< none of the others
+  T* result = nullptr;  ///< must not overlap the others
 };
 
-/// How many parts a result has: chunks of columns, which may be formed in any order.
+/// Returns the number of panels of a result: groups of columns, which may be formed in any order.
 template <class T>
 std::int64_t panels_of(std::int64_t columns);
-/// result = alpha a b + beta y in the panels [begin, end). Threads: any, of different panels.
+/// Forms result = alpha a b + beta y in the panels [begin, end). Threads: any; each panel once.
 void form_panels(const Product<float>& product, std::int64_t begin, std::int64_t end);
 void form_panels(const Product<double>& product, std::int64_t begin, std::int64_t end);
 

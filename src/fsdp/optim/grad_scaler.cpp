@@ -30,7 +30,7 @@ GradScaler::~GradScaler() {
   try {
     runtime.set_loss_scale(1.0, "GradScaler");
   } catch (const std::exception&) {
-    // In the middle of a step, which an exception ends or the next backward refuses to go on with.
+    // It ends in the middle of a step, which an exception ends or the next backward refuses.
   }
 }
 

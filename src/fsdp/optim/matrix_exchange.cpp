@@ -15,7 +15,8 @@ bool same_elements(const Piece& a, const Piece& b) {
   return a.matrix == b.matrix && a.box == b.box && a.in_box == b.in_box;
 }
 
-/// Dearest first, each to the rank with the least so far; the first among equals.
+/// Assigns matrices, the largest cost first, to the rank with the least work so far; the first rank
+/// among equals.
 std::vector<int> owners_of(const std::vector<double>& costs, int ranks) {
   std::vector<std::size_t> order(costs.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -32,8 +33,9 @@ std::vector<int> owners_of(const std::vector<double>& costs, int ranks) {
   return owners;
 }
 
-/// Marks, among the pieces [begin, end) of one matrix, one of each set of copies: the owner's own
-/// where it has one, else that of the next rank behind it. Returns the elements of all marked.
+/// Marks one piece of each set of copies among the pieces [begin, end) of one matrix: the owner's
+/// piece where it has one, else that of the next rank after it. Returns the elements of all marked
+/// pieces.
 std::int64_t mark_sent(std::vector<Piece>& pieces, std::size_t begin, std::size_t end, int owner,
                        int ranks) {
   using Dims = std::vector<std::int64_t>;
@@ -78,10 +80,10 @@ std::vector<Piece> pieces_of(const MatrixParameter& parameter, std::size_t first
   return pieces;
 }
 
-/// Stretches by peer, those of one peer in the order of pieces.
+/// Lists the chunks of a buffer by peer, those of one peer in the order of pieces.
 template <class Takes, class PeerOf>
 void lay_out(const MatrixExchange& exchange, const Takes& takes, const PeerOf& peer_of,
-             std::vector<Crossing::Chunk>& chunks, std::vector<std::int64_t>& counts) {
+             std::vector<AllToAllPlan::Chunk>& chunks, std::vector<std::int64_t>& counts) {
   std::vector<std::vector<std::size_t>> by_peer(static_cast<std::size_t>(exchange.ranks));
   for (std::size_t i = 0; i < exchange.pieces.size(); ++i) {
     const auto& piece = exchange.pieces[i];
@@ -145,30 +147,30 @@ MatrixExchange plan_exchange(const std::vector<MatrixParameter>& parameters,
   return exchange;
 }
 
-Crossing to_owners(const MatrixExchange& exchange, int rank) {
-  Crossing crossing;
+AllToAllPlan to_owners(const MatrixExchange& exchange, int rank) {
+  AllToAllPlan plan;
   const auto owner = [&](const Piece& piece) { return exchange.matrices[piece.matrix].owner; };
   const auto holder = [](const Piece& piece) { return piece.holder; };
   lay_out(
       exchange, [&](const Piece& piece) { return piece.sent && piece.holder == rank; }, owner,
-      crossing.out, crossing.sends);
+      plan.out, plan.sends);
   lay_out(
       exchange, [&](const Piece& piece) { return piece.sent && owner(piece) == rank; }, holder,
-      crossing.in, crossing.receives);
-  return crossing;
+      plan.in, plan.receives);
+  return plan;
 }
 
-Crossing to_holders(const MatrixExchange& exchange, int rank) {
-  Crossing crossing;
+AllToAllPlan to_holders(const MatrixExchange& exchange, int rank) {
+  AllToAllPlan plan;
   const auto owner = [&](const Piece& piece) { return exchange.matrices[piece.matrix].owner; };
   const auto holder = [](const Piece& piece) { return piece.holder; };
   lay_out(
-      exchange, [&](const Piece& piece) { return owner(piece) == rank; }, holder, crossing.out,
-      crossing.sends);
+      exchange, [&](const Piece& piece) { return owner(piece) == rank; }, holder, plan.out,
+      plan.sends);
   lay_out(
-      exchange, [&](const Piece& piece) { return piece.holder == rank; }, owner, crossing.in,
-      crossing.receives);
-  return crossing;
+      exchange, [&](const Piece& piece) { return piece.holder == rank; }, owner, plan.in,
+      plan.receives);
+  return plan;
 }
 
 std::vector<std::int64_t> sent_bytes(const MatrixExchange& exchange) {

@@ -1,11 +1,12 @@
-// MatrixExchange: how matrices whose elements lie in many ranks' shards come together whole, each on
-// one rank, and how their results go back.
+// MatrixExchange brings matrices whose elements lie in many ranks' shards together, each whole on
+// one rank, and their results back.
 //
-// A value that every rank works out alike from shapes and from what each rank holds; who runs it is
-// muon.cpp. All matrices of a step travel in one all-to-all there and one back. Matrices go to the
-// rank with the least work so far, the dearest first: deterministic, and no rank's work exceeds the
-// mean by more than one matrix. Of copies of a piece (replicas, ranks of tp that hold the same) one
-// is sent, and each takes the result. Pure.
+// It is a value that every rank computes alike from shapes and from the elements that each rank
+// holds; muon.cpp runs it. One all-to-all sends all matrices of a step to their owners, and one
+// sends the results back. Each matrix goes to the rank with the least work so far, the largest
+// first: this is deterministic, and no rank's work exceeds the mean by more than one matrix. Of
+// copies of a piece (on replicas, or on ranks of tp that hold the same) one is sent, and all
+// holders receive the result. Pure.
 #pragma once
 
 #include <cstddef>
@@ -30,15 +31,15 @@ struct MatrixParameter {
   ParameterLayout layout;
   std::vector<std::int64_t> shape;  ///< global
   layout::FileShape matrices;
-  layout::FusedMatrices fused = {};  ///< what each of them is
-  DType state = DType::kFloat32;     ///< of its momentum
+  layout::FusedMatrices fused = {};  ///< the parts of each matrix
+  DType state = DType::kFloat32;     ///< dtype of its momentum
 };
 MatrixParameter matrix_parameter(const GradContract& contract, const MatrixForm& form);
 
-/// What one rank holds of one of them.
+/// The elements of one parameter that one rank holds.
 struct HeldElements {
-  std::vector<int> coordinates;  ///< on layout.axes; empty: the whole is local
-  layout::Range elements;        ///< of the flattened local tensor
+  std::vector<int> coordinates;  ///< on layout.axes; empty: the whole parameter is local
+  layout::Range elements;        ///< in the flattened local tensor
 };
 
 struct MatrixExchange {
@@ -51,37 +52,38 @@ struct MatrixExchange {
     std::size_t matrix = 0;
     int holder = 0;
     layout::Range local;   ///< elements of the holder's shard
-    TensorBox box;         ///< of the matrix
-    layout::Range in_box;  ///< elements of the flattened box
-    bool sent = false;     ///< to the owner; else another holder's copy is
+    TensorBox box;         ///< in the matrix
+    layout::Range in_box;  ///< elements in the flattened box
+    bool sent = false;     ///< sent to the owner; false: a copy on another holder is
     bool operator==(const Piece&) const = default;
   };
   int ranks = 1;
-  DType dtype = DType::kFloat32;  ///< in which all travel: float64 where one parameter's state is
+  DType dtype = DType::kFloat32;  ///< of all that is sent: float64 where a parameter's state is
   std::vector<Matrix> matrices;   ///< by parameter, in its order
   std::vector<Piece> pieces;      ///< by matrix, then holder, in the order of its shard
   bool operator==(const MatrixExchange&) const = default;
 };
 
-/// held[rank][parameter]. Errors: kInternal where pieces do not make whole matrices.
+/// `held`: by rank and parameter. Errors: kInternal where pieces do not make whole matrices.
 MatrixExchange plan_exchange(const std::vector<MatrixParameter>& parameters,
                              const std::vector<std::vector<HeldElements>>& held);
 
-/// Multiplications of one Newton-Schulz step: m m (2 n + m) of a matrix whose smaller side is m.
+/// Returns the multiplications of one Newton-Schulz step: m m (2 n + m) for a matrix with the
+/// smaller side m and the larger side n.
 double orthogonalization_cost(std::int64_t rows, std::int64_t columns);
 
-/// One of the two all-to-alls as a rank has it: pieces in the order of its buffers.
-struct Crossing {
+/// One of the two all-to-alls on one rank: the pieces in the order of its buffers.
+struct AllToAllPlan {
   struct Chunk {
     std::size_t piece = 0;
-    std::int64_t at = 0;  ///< first element in the buffer
+    std::int64_t at = 0;  ///< index of its first element in the buffer
   };
   std::vector<Chunk> out, in;
-  std::vector<std::int64_t> sends, receives;  ///< elements, by rank
+  std::vector<std::int64_t> sends, receives;  ///< number of elements, by rank
 };
-Crossing to_owners(const MatrixExchange& exchange, int rank);
-Crossing to_holders(const MatrixExchange& exchange, int rank);
-/// The bytes that each rank sends to others in both.
+AllToAllPlan to_owners(const MatrixExchange& exchange, int rank);
+AllToAllPlan to_holders(const MatrixExchange& exchange, int rank);
+/// Returns the bytes that each rank sends to other ranks in both all-to-alls.
 std::vector<std::int64_t> sent_bytes(const MatrixExchange& exchange);
 
 }  // namespace tessera::fsdp

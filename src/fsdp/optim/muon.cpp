@@ -1,9 +1,11 @@
-// Muon: matrices by orthogonalized momentum, the rest by AdamW.
+// Muon: matrices by orthogonalized momentum, the other parameters by AdamW.
 //
-// A step has, for all matrices together: momentum on each shard, one all-to-all that brings each
-// matrix whole to one rank, its orthogonalization there, one all-to-all back, the update of each
-// shard. What is not element by element happens on whole matrices, so no bit depends on the ranks.
-// A tensor of several matrices travels as one, whether they are side by side or interleaved; each
+// A step does the following for all matrices together: it updates the momentum on each shard, sends
+// each matrix whole to one rank by one all-to-all, orthogonalizes it there, sends the results back
+// by another all-to-all, and updates each shard. All operations but elementwise ones run on whole
+// matrices, so that no bit depends on the ranks. A tensor of several matrices, contiguous or
+// interleaved, is sent as one; each of them is orthogonalized alone. Next: matrix_exchange.h,
+// orthogonalize.h.
 // of them is orthogonalized alone. Next: matrix_exchange.h, orthogonalize.h.
 #include "tessera/muon.h"
 
@@ -50,14 +52,14 @@ at::ScalarType wide(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// As at::lerp between two values: from the nearer end.
+/// Interpolates between two values as at::lerp does, from the nearer end.
 template <class T>
 T between(T from, T to, T weight) {
   return weight < T{0.5} ? from + weight * (to - from) : to - (to - from) * (1 - weight);
 }
 
-/// Of the elements of a shard: the buffer goes on, `direction` is what is orthogonalized. T is the
-/// buffer's and the gradient's type, W is float where that has 16 bits.
+/// Updates the momentum buffer of a shard's elements, and writes what is orthogonalized to
+/// `direction`. T is the type of buffer and gradient; W is float where T has 16 bits, else T.
 template <class T, class W>
 void add_momentum(const at::Tensor& buffer, const at::Tensor& gradient, const at::Tensor& direction,
                   double momentum, bool nesterov) {
@@ -76,7 +78,7 @@ void add_momentum(const at::Tensor& buffer, const at::Tensor& gradient, const at
   });
 }
 
-/// values <- values (1 - decayed) - lr x result, rounded twice as torch does.
+/// Sets values to values x kept - lr x result, rounded twice as in torch.
 template <class T, class W>
 void step_values(const at::Tensor& values, const at::Tensor& result, double kept, double lr) {
   T* stepped = values.mutable_data_ptr<T>();
@@ -91,7 +93,7 @@ void step_values(const at::Tensor& values, const at::Tensor& result, double kept
   });
 }
 
-/// act.template operator()<T, W>() for the type of a tensor's elements.
+/// Calls act.template operator()<T, W>() for the type of a tensor's elements.
 template <class Act>
 void with_types(at::ScalarType dtype, const Act& act) {
   switch (dtype) {
@@ -106,12 +108,12 @@ void with_types(at::ScalarType dtype, const Act& act) {
   }
 }
 
-/// The part of a matrix that a box is.
+/// Returns the part of the matrix that is in the box.
 at::Tensor part_of(const at::Tensor& matrix, const TensorBox& box) {
   return matrix.narrow(0, box.offset[0], box.size[0]).narrow(1, box.offset[1], box.size[1]);
 }
 
-/// The `index`-th of the matrices that one holds.
+/// Returns the `index`-th of the matrices that `matrix` consists of.
 at::Tensor part_of(const at::Tensor& matrix, const layout::FusedMatrices& fused, int index) {
   if (fused.order == layout::FusedMatrices::Order::kInTurn) {
     return matrix.slice(fused.dim, index, std::nullopt, fused.count);
@@ -120,7 +122,7 @@ at::Tensor part_of(const at::Tensor& matrix, const layout::FusedMatrices& fused,
   return matrix.narrow(fused.dim, index * size, size);
 }
 
-/// Orthogonalizes each of the matrices alone, at its place in the result.
+/// Orthogonalizes each of the matrices that `matrix` consists of alone.
 at::Tensor each_orthogonalized(const at::Tensor& matrix, const layout::FusedMatrices& fused,
                                const fsdp::NewtonSchulz& how) {
   if (fused.count == 1) return fsdp::orthogonalized(matrix, how);
@@ -132,7 +134,7 @@ at::Tensor each_orthogonalized(const at::Tensor& matrix, const layout::FusedMatr
   return result;
 }
 
-/// Flattened boxes of one matrix, each made when it is first asked for.
+/// The flattened boxes of one matrix, each made at its first use.
 class Boxes {
  public:
   template <class Make>
@@ -181,21 +183,21 @@ class Muon : public fsdp::AdamW {
   }
 
  private:
-  using Crossing = fsdp::Crossing;
-  /// Of the matrices that were last updated together.
+  using AllToAllPlan = fsdp::AllToAllPlan;
+  /// The exchange of the matrices that were last updated together.
   struct Known {
     std::vector<const GradContract*> contracts;
     std::uint64_t layout = 0;
     int rank = 0;
     std::vector<fsdp::MatrixForm> forms;
     fsdp::MatrixExchange exchange;
-    Crossing to_owners, to_holders;
+    AllToAllPlan to_owners, to_holders;
   };
 
   std::optional<fsdp::MatrixForm> matrices_of(const GradContract& contract) const;
   const Known& known_for(const std::vector<Item*>& items);
   std::vector<std::vector<fsdp::HeldElements>> held_by_ranks(const std::vector<Item*>& items) const;
-  at::Tensor exchanged(const at::Tensor& out, const Crossing& crossing);
+  at::Tensor exchanged(const at::Tensor& out, const AllToAllPlan& plan);
   at::Tensor direction_of(const Item& item) const;
   void update_matrices(const std::vector<Item*>& items);
   at::Tensor results_of(const Known& known, const at::Tensor& arrived) const;
@@ -203,7 +205,7 @@ class Muon : public fsdp::AdamW {
   double adjusted(double lr, const fsdp::MatrixForm& form) const;
 
   MuonOptions options_;
-  fsdp::MatrixForms forms_;  // empty: by dims
+  fsdp::MatrixForms forms_;  // empty: matrices are chosen by the number of dims
   std::set<std::string> by_adamw_;
   std::optional<Known> known_;
   std::shared_ptr<comm::Group> group_;  // null: one rank, or not yet
@@ -221,7 +223,7 @@ std::optional<fsdp::MatrixForm> Muon::matrices_of(const GradContract& contract) 
   return std::nullopt;
 }
 
-/// Finds what every rank of a stage holds of each, by the mesh and the buckets' plans.
+/// Returns the elements that every rank of a stage holds, from the mesh and the buckets' plans.
 std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(
     const std::vector<Item*>& items) const {
   const fsdp::Runtime& runtime = inside_->runtime();
@@ -277,15 +279,14 @@ const Muon::Known& Muon::known_for(const std::vector<Item*>& items) {
   return *known_;
 }
 
-at::Tensor Muon::exchanged(const at::Tensor& out, const Crossing& crossing) {
+at::Tensor Muon::exchanged(const at::Tensor& out, const AllToAllPlan& plan) {
   if (group_ == nullptr) return out;
-  const auto numel =
-      std::accumulate(crossing.receives.begin(), crossing.receives.end(), std::int64_t{0});
+  const auto numel = std::accumulate(plan.receives.begin(), plan.receives.end(), std::int64_t{0});
   auto in = at::empty({numel}, out.options());
   comm::Batch batch;
   batch.label.kind = comm::Kind::kAllToAll;
   batch.label.unit = "optimizer";
-  batch.ops = {comm::AllToAll{out, crossing.sends, in, crossing.receives}};
+  batch.ops = {comm::AllToAll{out, plan.sends, in, plan.receives}};
   inside_->runtime().queue().submit(*group_, std::move(batch)).wait();
   return in;
 }
@@ -297,7 +298,7 @@ at::Tensor Muon::direction_of(const Item& item) const {
   if (!buffer.is_cpu()) {
     buffer.lerp_(gradient, 1 - options_.momentum);
     if (options_.nesterov) return gradient.lerp(buffer, options_.momentum).to(options);
-    return buffer.to(options, /*non_blocking=*/false, /*copy=*/true);  // results take its place
+    return buffer.to(options, /*non_blocking=*/false, /*copy=*/true);  // results replace it
   }
   auto direction = at::empty(buffer.sizes(), options);
   with_types(buffer.scalar_type(), [&]<class T, class W>() {
@@ -323,7 +324,7 @@ void Muon::update_matrices(const std::vector<Item*>& items) {
   for (const auto& [piece, place] : known.to_owners.out) {
     out.narrow(0, place, exchange.pieces[piece].in_box.size()).copy_(of_piece(piece));
   }
-  // One at a time: each is as large as this rank's matrices in fp32.
+  // Only one buffer exists at a time: each is as large as this rank's matrices in fp32.
   auto arrived = exchanged(out, known.to_owners);
   out.reset();
   auto formed = results_of(known, arrived);
@@ -336,14 +337,14 @@ void Muon::update_matrices(const std::vector<Item*>& items) {
   for (std::size_t i = 0; i < items.size(); ++i) step_item(*items[i], flat[i], known.forms[i]);
 }
 
-/// What goes back, in the order of to_holders: each matrix of this rank whole, one after the other.
+/// Returns the results to send, in the order of to_holders. They are formed matrix by matrix.
 at::Tensor Muon::results_of(const Known& known, const at::Tensor& arrived) const {
   const auto& exchange = known.exchange;
   const fsdp::NewtonSchulz how{
       options_.ns_coefficients, options_.ns_steps, options_.ns_eps,
       options_.ns_dtype == IterationDType::kBFloat16 ? at::kBFloat16 : at::kFloat};
-  const auto by_matrix = [&](const std::vector<Crossing::Chunk>& chunks) {
-    std::vector<std::vector<Crossing::Chunk>> of(exchange.matrices.size());
+  const auto by_matrix = [&](const std::vector<AllToAllPlan::Chunk>& chunks) {
+    std::vector<std::vector<AllToAllPlan::Chunk>> of(exchange.matrices.size());
     for (const auto& chunk : chunks) of[exchange.pieces[chunk.piece].matrix].push_back(chunk);
     return of;
   };

@@ -1,4 +1,5 @@
-// What all optimizers do: which shards they step, when, and what they keep for checkpoints.
+// The common part of all optimizers: which shards they update, when, and their state in
+// checkpoints.
 #include "tessera/optim.h"
 
 #include <ATen/ATen.h>
@@ -35,7 +36,7 @@ std::uint32_t version_of_shard(const at::Tensor& shard) {
   return static_cast<std::uint32_t>(shard._version());
 }
 
-/// The learning rate is the optimizer's own, not a copy: who sets either sets both.
+/// Refers to the optimizer's learning rate, so that setting either one sets both.
 class SharedLr : public torch::optim::OptimizerOptions {
  public:
   explicit SharedLr(Optimizer& optimizer) : optimizer_(&optimizer) {}
@@ -49,7 +50,8 @@ class SharedLr : public torch::optim::OptimizerOptions {
   Optimizer* optimizer_;
 };
 
-/// torch::optim::Optimizer::add_param_group is not virtual: what it took would never be stepped.
+/// Refuses added groups: torch::optim::Optimizer::add_param_group is not virtual, so that their
+/// parameters would never be updated.
 void require_no_group(const torch::optim::Optimizer* for_schedulers) {
   if (for_schedulers == nullptr) return;
   const auto& groups = for_schedulers->param_groups();
@@ -159,11 +161,11 @@ bool Optimizer::Inside::was_changed(const Item& item, std::uint32_t version) {
   const bool changed = version != item.seen_version;
   if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
     warned_ = true;
-    log::warn(
-        "optimizer: parameter ", item.view.contract->name,
-        " was written since its last step: it goes on from the bfloat16 values that were "
-        "written, without the bits beside them; where that happens at every step, store it in "
-        "float32");
+    log::warn("optimizer: parameter ", item.view.contract->name,
+              " was written since its last step: it continues from the bfloat16 values that were "
+              "written, without the extra bits of their master; where that happens at every step, "
+              "store it in "
+              "float32");
   }
   return changed;
 }
@@ -175,7 +177,7 @@ std::vector<fsdp::OptimizerItem*> Optimizer::Inside::items_to_step() {
   require_no_group(for_schedulers_.get());
   runtime().require_idle("optimizer step");
   TESSERA_CHECK(layout_ == runtime().layout(), ErrorKind::kUsage,
-                "optimizer step: found that set_trainable() has laid the model out anew without "
+                "optimizer step: found that set_trainable() has re-bucketed the model without "
                 "this optimizer, expected it among those that follow; name it there");
   runtime().require_synced("optimizer step");
   runtime().require_none_lost("optimizer step");
@@ -191,7 +193,7 @@ std::vector<fsdp::OptimizerItem*> Optimizer::Inside::items_to_step() {
                   c10::toString(grad.scalar_type()), ", expected the shard's ",
                   c10::toString(dtype), wanted != dtype ? " or Float" : "",
                   "; set final_dtype to the storage dtype");
-    // mutable_grad() takes any tensor, and what steps reads memory.
+    // mutable_grad() accepts any tensor, and the update reads its memory.
     TESSERA_CHECK(grad.sizes() == item.view.shard.sizes() && grad.is_contiguous(),
                   ErrorKind::kContract, "optimizer step: gradient of ", item.view.contract->name,
                   ": found the shape ", grad.sizes(), " with strides ", grad.strides(),
@@ -277,12 +279,12 @@ void Optimizer::step() {
   const TraceScope traced(TraceRow::kOptimizer, "update");
   const at::NoGradGuard no_grad;
   const auto items = inside_->items_to_step();
-  // Behind the last check: who mends a gradient and steps again has made one step.
+  // Counts after the last check, so that a refused step does not count.
   for (auto* item : items) ++item->steps;
   inside_->runtime().order_after_reads();
   update(items);
   for (auto* item : items) {
-    // Also where this rank owns no element of it: whether a unit is gathered anew must not differ
+    // Also where this rank owns no element of it: whether a unit is gathered again must not differ
     // between ranks.
     item->view.shard.unsafeGetTensorImpl()->bump_version();
     item->seen_version = version_of_shard(item->view.shard);

@@ -1,4 +1,4 @@
-// What the rows of optimizers.def say, without torch (make_optimizer: optim.cpp).
+// The contents of optimizers.def, without torch (make_optimizer is in optim.cpp).
 #include "fsdp/optim/optimizer_registry.h"
 
 #include "tessera/error.h"

@@ -1,9 +1,9 @@
-// The registry of optimizers: by which name a configuration asks for one, with which numbers, and
-// what builds it.
+// The registry of optimizers: the names and numbers that a configuration gives them, and what
+// builds them.
 //
-// All of it follows from the rows of optimizers.def; nobody else asks which optimizer it is. What
-// one keeps in checkpoints it says itself (Optimizer::states()). Pure. Next: optimizers.def,
-// tessera/optim.h.
+// Everything here follows from the rows of optimizers.def; no other code depends on which optimizer
+// it is. An optimizer itself says what it keeps in checkpoints (Optimizer::states()). Pure. Next:
+// optimizers.def, tessera/optim.h.
 #pragma once
 
 #include <array>
@@ -42,10 +42,11 @@ struct MatrixForm : layout::FileShape {
   layout::FusedMatrices fused = {};
 };
 /// The parameters of a model that are hidden matrices, by canonical name. Empty where the model
-/// does not say.
+/// does not name them.
 using MatrixForms = std::map<std::string, MatrixForm, std::less<>>;
 
-/// What a configuration says of an optimizer beside its learning rate: each takes what it knows.
+/// The numbers of an optimizer in a configuration, apart from its learning rate. Each optimizer
+/// uses those that it has.
 struct Hyperparameters {
 #define TESSERA_HYPERPARAMETER(key, type, value, ...) type key = value;
 #include "fsdp/optim/optimizers.def"
@@ -55,28 +56,30 @@ struct Hyperparameters {
 
 /// "AdamW".
 std::string_view name_of(OptimizerName name);
-/// Where a configuration has none.
+/// Return the values that count where a configuration has none.
 double default_weight_decay(OptimizerName name);
 double default_momentum(OptimizerName name);
-/// How many tensors it keeps of a parameter at most, each laid out as the shard:
-/// Optimizer::states_of() of what make_optimizer gives.
+/// Returns the largest number of tensors that it keeps for a parameter, each laid out as the shard:
+/// Optimizer::states_of() of the optimizer that make_optimizer returns.
 int kept_states(OptimizerName name, const Hyperparameters& values);
-/// Whether an update of some elements needs no others.
+/// Whether an update of an element needs no other elements.
 bool is_elementwise(OptimizerName name);
-/// Keys of `values` that are not their defaults and that this optimizer does not have.
+/// Returns the keys of `values` that are not at their defaults and that this optimizer does not
+/// have.
 std::vector<std::string_view> keys_without_effect(OptimizerName name,
                                                   const Hyperparameters& values);
-/// That of the first, and of all that have another: "0.1; 0 for SGD".
+/// Returns the default of the first optimizer, and those that differ: "0.1; 0 for SGD".
 std::string default_weight_decays();
 
-/// Over the shards of a handle; which parameters decay stands in their contracts. Rules may match
-/// what other stages of a pipeline have. Errors: kUsage for numbers that the optimizer refuses.
+/// Makes an optimizer for the shards of a handle. Contracts say which parameters decay. Rules may
+/// match parameters of other stages of a pipeline. Errors: kUsage for numbers that the optimizer
+/// refuses.
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
                                           const Hyperparameters& values,
                                           const MatrixForms& matrices = {});
 
-// What make_optimizer calls, each defined in the source that its row names; `values` have a
-// weight_decay and a momentum.
+// The functions that make_optimizer calls, each defined in the source that its row names; `values`
+// have a weight_decay and a momentum.
 #define TESSERA_OPTIMIZER(enumerator, source, ...)                               \
   std::unique_ptr<Optimizer> build_##source(const ShardedBase& model, double lr, \
                                             const Hyperparameters& values,       \

@@ -83,7 +83,7 @@ void MasterOfShard::step_split(const ShardView& view, const at::Tensor& remainde
 void MasterOfShard::step_copy(const ShardView& view, const at::Tensor& master,
                               const std::function<void(const Stepped&)>& update) {
   const auto shard = view.shard.detach();
-  // Elements of the shard that somebody else has written since the master was rounded into it.
+  // Takes over elements of the shard that were written since the master was rounded into it.
   kernels::take_over_changes(shard, master);
   update({master, widened(view.shard.grad()), {0, shard.numel()}});
   shard.copy_(master);

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::int64_t kRows = 64;
 
-/// Whether products are formed here: elsewhere, and in bfloat16, they are libtorch's.
+/// Whether fixed_product.h forms the products; on devices and in bfloat16 libtorch does.
 bool is_here(const at::Tensor& x) {
   return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble);
 }
@@ -35,7 +35,7 @@ void form(const at::Tensor& result, const at::Tensor& a, const at::Tensor& b, co
                    [&](std::int64_t begin, std::int64_t end) { form_panels(product, begin, end); });
 }
 
-/// beta y + alpha a b; y undefined: alpha a b. All are contiguous.
+/// Returns beta y + alpha a b; without y where that is undefined. All are contiguous.
 at::Tensor added(const at::Tensor& y, const at::Tensor& a, const at::Tensor& b, double beta,
                  double alpha) {
   if (!is_here(a)) return y.defined() ? at::addmm(y, a, b, beta, alpha) : at::mm(a, b).mul_(alpha);
@@ -45,7 +45,7 @@ at::Tensor added(const at::Tensor& y, const at::Tensor& a, const at::Tensor& b, 
   return result;
 }
 
-/// In eight sums that are added in one order.
+/// Returns the sum of squares, as eight sums that are added in a fixed order.
 template <class T>
 double squares_of_row(const T* values, std::int64_t count) {
   std::array<double, 8> sums{};

@@ -17,9 +17,9 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Whether this rank adds the parameter: of ranks with the same gradient (I), and of stages that
-/// hold copies, the first one does.
-/// What is cut, or shared out by the data axes, is another part on every rank.
+/// Whether this rank adds the parameter. Of ranks with the same gradient (Invariant), and of stages
+/// that hold copies, the first one does. A parameter that is cut, by a model axis or over the data
+/// axes, is another part on every rank.
 bool counts(const ShardView& view, const Mesh& mesh) {
   const auto& copies = view.contract->reductions.copies;
   if (!copies.empty() && mesh.coordinate(axis::kPipeline) != copies.front()) return false;
@@ -32,7 +32,7 @@ bool counts(const ShardView& view, const Mesh& mesh) {
   return true;
 }
 
-/// A parameter's sum, as the stages of a pipeline tell each other.
+/// A parameter's sum, as the stages of a pipeline exchange it.
 struct SumOfParameter {
   std::int64_t place = 0;  ///< ShardView::place_in_model
   double sum = 0.0;
@@ -76,10 +76,10 @@ double PendingNorm::sum(const at::Tensor& read) const {
   for (const auto place : places_) sums.push_back({place, *next++});
   auto* stages = model_.stages_group();
   if (const auto* hook = test_hooks::stages_of_norm.get()) stages = (*hook)(stages);
-  // Replicas hold the same gradients: only the ranks of one add.
+  // Replicas hold the same gradients, so that only the ranks of one replica add.
   if (stages != nullptr) sums = sums_of_stages(*stages, sums);
-  // The model's order, whichever units and stages hold the parameters. Without places they stay in
-  // the order of the shards, and of the stages' ranks.
+  // Sorts by the model's order, however units and stages hold the parameters. Without places they
+  // stay in the order of the shards, and of the stages' ranks.
   std::ranges::stable_sort(sums, {}, &SumOfParameter::place);
   double mine = 0.0;
   for (const auto& one : sums) mine += one.sum;

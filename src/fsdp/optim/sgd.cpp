@@ -18,7 +18,7 @@ class Sgd : public Optimizer {
   std::string name() const override {
     return std::string(fsdp::name_of(fsdp::OptimizerName::kSgd));
   }
-  /// A run may begin with a momentum later: the buffer then is the next gradient, as in PyTorch.
+  /// Where a run sets a momentum later, the buffer starts as the next gradient, as in PyTorch.
   std::vector<KeptTensor> states() const override {
     if (options_.momentum == 0.0) return {};
     return {{"momentum_buffer", KeptTensor::Begins::kLater}};

@@ -95,25 +95,25 @@ Held held_by(const Case& c, int rank) {
 }
 
 /// What arrives at each rank, of what each sends.
-std::vector<Numbers> sent(const std::vector<Crossing>& crossings, const std::vector<Numbers>& out) {
-  const auto ranks = crossings.size();
+std::vector<Numbers> sent(const std::vector<AllToAllPlan>& plans, const std::vector<Numbers>& out) {
+  const auto ranks = plans.size();
   std::vector<Numbers> in(ranks);
   for (std::size_t to = 0; to < ranks; ++to) {
     for (std::size_t from = 0; from < ranks; ++from) {
-      EXPECT_EQ(crossings[from].sends[to], crossings[to].receives[from]);
+      EXPECT_EQ(plans[from].sends[to], plans[to].receives[from]);
       const auto begin =
-          std::accumulate(crossings[from].sends.begin(),
-                          crossings[from].sends.begin() + static_cast<int>(to), std::int64_t{0});
+          std::accumulate(plans[from].sends.begin(),
+                          plans[from].sends.begin() + static_cast<int>(to), std::int64_t{0});
       const auto first = out[from].begin() + begin;
-      in[to].insert(in[to].end(), first, first + crossings[from].sends[to]);
+      in[to].insert(in[to].end(), first, first + plans[from].sends[to]);
     }
   }
   return in;
 }
 
-/// sent_bytes() counts what the buffers of both crossings have for other ranks.
-void expect_bytes_of(const MatrixExchange& exchange, const std::vector<Crossing>& there,
-                     const std::vector<Crossing>& back) {
+/// sent_bytes() counts what the buffers of both plans have for other ranks.
+void expect_bytes_of(const MatrixExchange& exchange, const std::vector<AllToAllPlan>& there,
+                     const std::vector<AllToAllPlan>& back) {
   Numbers bytes;
   for (std::size_t rank = 0; rank < there.size(); ++rank) {
     bytes.push_back(0);
@@ -136,7 +136,7 @@ TEST(MatrixExchange, BringsEachMatrixWholeToOneRankAndItsResultToAllThatHoldIt) 
     }
     const auto exchange = plan_exchange(c.parameters, elements);
     EXPECT_EQ(exchange, plan_exchange(c.parameters, elements));
-    std::vector<Crossing> there, back;
+    std::vector<AllToAllPlan> there, back;
     std::vector<Numbers> out;
     for (int rank = 0; rank < c.ranks(); ++rank) {
       there.push_back(to_owners(exchange, rank));
