@@ -1,24 +1,24 @@
-// One call of a sharded module: what the hooks of FSDP2 do around a forward. And the autograd nodes
-// at the edges of a unit's forward, which tell the runtime when its backward begins and ends.
+// One call of a sharded module: what the hooks of FSDP2 do around a forward. Also the autograd
+// nodes at the borders of a unit's forward, which tell the runtime when its backward begins and
+// ends.
 //
-// Identity nodes, made by hand: a custom Function would make its outputs views, which users may not
-// change in place. One a tensor: autograd runs every node behind a node that it runs, so behind one
-// over all results it would run what made those that no root uses, with undefined gradients, of
-// which some functions make zeros. Those of the results run before anything inside does, since
-// autograd takes nodes in reverse of their making, and those of the arguments (the markers of
-// [Note: readiness]) after everything inside has run: the first of either kind that runs says so
-// for all.
+// They are identity nodes that are made by hand: a custom Function would make its outputs views,
+// which users may not change in place. There is one for each tensor: with one node for all results,
+// autograd would also run the nodes of results that the backward does not use, with undefined
+// gradients, of which some functions make zeros. The nodes of results run before everything inside,
+// since autograd runs the newest nodes first, and those of arguments (the markers of [Note:
+// readiness]) after everything inside. The first node of either kind that runs acts for all.
 //
-// [Note: in-place changes] What crosses a unit's border is an alias: memory and version counter are
-// those of the original, the history is another. A change in place on one side gives the tensor of
-// the other side the new values under the old history: the right loss, the wrong gradient, and
-// autograd sees nothing. So the counter of an argument may not move while the module runs, nor that
-// of a result between forward and backward if somebody beside the caller holds the original. A
-// result that nobody else holds is the caller's, to be changed as ever.
+// [Note: in-place changes] A tensor that crosses a unit's border is an alias: it has the memory and
+// the version counter of the original, but another history. A change in place on one side gives the
+// tensor on the other side new values with an old history: the right loss, a wrong gradient, and no
+// error of autograd. So the counter of an argument may not change while the module runs, nor that
+// of a result between forward and backward where anything but the caller holds the original. A
+// result that only the caller holds may be changed as usual.
 //
-// Autograd has a thread for each device: nodes of tensors on two of them would come to the unit at
-// the same time, and to what its backward keeps no lock is taken. So all that requires grad is on
-// the device of the parameters.
+// Autograd has one thread for each device: nodes of tensors on two devices would reach the unit at
+// the same time, whose backward takes no locks. So all tensors that require grad are on the device
+// of the parameters.
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
@@ -58,20 +58,21 @@ CallWatchScope::CallWatchScope(CallWatch& watch)
     : outer_(std::exchange(WatchHere::here(), &watch)) {}
 CallWatchScope::~CallWatchScope() { WatchHere::here() = outer_; }
 
-/// Tensors that crossed a border, and their version counters then.
+/// Tensors that crossed a border, and their version counters at that time.
 class Crossed {
  public:
-  /// `position`: among all tensors of the call. Inference tensors have no counter and are left out.
+  /// `position`: index among all tensors of the call. Inference tensors have no counter; they are
+  /// left out.
   void add(std::size_t position, const at::Tensor& tensor);
   /// Errors: kUsage naming the unit and the first argument that changed.
   void require_arguments_unchanged(const Unit& unit) const;
-  /// The same for results.
+  /// Errors: kUsage naming the unit and the first result that changed.
   void require_results_unchanged(const Unit& unit) const;
 
  private:
   struct One {
     std::size_t position;
-    c10::VariableVersion counter;  ///< the tensor itself may be gone, its memory with it
+    c10::VariableVersion counter;  ///< the tensor itself may be destroyed
     std::uint32_t version;
   };
   const One* first_changed() const;
@@ -156,12 +157,12 @@ class Boundary : public Node {
 
   std::shared_ptr<Entry> entry_;
   Side side_;
-  std::shared_ptr<const Crossed> held_;  ///< of all results, those whose originals others hold
+  std::shared_ptr<const Crossed> held_;  ///< the results whose originals are held elsewhere
 };
 
 bool is_wrapped(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
-/// Puts an alias behind a node of its own in the place of each that requires grad.
+/// Replaces each tensor that requires grad by an alias with a separate node.
 void wrap(const std::vector<at::Tensor*>& tensors, const std::shared_ptr<Entry>& entry,
           Boundary::Side side, const std::shared_ptr<const Crossed>& held = nullptr) {
   for (auto* tensor : tensors) {
@@ -174,13 +175,13 @@ void wrap(const std::vector<at::Tensor*>& tensors, const std::shared_ptr<Entry>&
   }
 }
 
-/// What a tensor is a view of, else itself: the one whose history a change in place would join.
+/// Returns the base of a view, else the tensor: a change in place would become part of its history.
 const at::Tensor& root_of(const at::Tensor& tensor) {
   const auto* view = get_view_autograd_meta(tensor);
   return view != nullptr && view->has_bw_view() ? view->get_backward_view().base_ : tensor;
 }
 
-/// References to `tensor` that these and what they are views of make up.
+/// Returns how many references to `tensor` come from these tensors and their bases.
 std::size_t references(const at::Tensor& tensor, const std::vector<at::Tensor*>& from) {
   std::size_t count = 0;
   for (auto place = from.begin(); place != from.end(); ++place) {
@@ -202,26 +203,26 @@ std::size_t references(const at::Tensor& tensor, const std::vector<at::Tensor*>&
   return count;
 }
 
-/// The results of a call, and how often a front end refers to them by objects that it gives up.
+/// The results of a call, and how many references to them a front end holds only for this call.
 struct Results {
   const std::vector<at::Tensor*>& tensors;
   const std::vector<std::size_t>& wrappers;       ///< by result; empty: none
-  const std::vector<std::size_t>& base_wrappers;  ///< to what the result is a view of
+  const std::vector<std::size_t>& base_wrappers;  ///< to the base of each result
 
   static std::size_t at(const std::vector<std::size_t>& counts, std::size_t i) {
     return i < counts.size() ? counts[i] : 0;
   }
 };
 
-/// Whether result `i` can be reached in another way than through this one place: the caller may
-/// not change it in place. [Note: in-place changes]
+/// Whether result `i` can be reached in another way than by the caller's reference, so that the
+/// caller may not change it in place. [Note: in-place changes]
 bool is_held_elsewhere(const Results& all, std::size_t i, const std::vector<at::Tensor*>& arguments,
                        const Entry& entry) {
   const auto& results = all.tensors;
   const at::Tensor& result = *results[i];
   const at::Tensor& root = root_of(result);
   const auto* made_by = dynamic_cast<const Boundary*>(torch::autograd::impl::grad_fn_unsafe(root));
-  if (made_by != nullptr && made_by->is_marker_of(entry)) return true;  // the caller's argument
+  if (made_by != nullptr && made_by->is_marker_of(entry)) return true;  // an argument of the caller
   const bool is_view = !root.is_same(result);
   const auto wrappers = Results::at(all.wrappers, i);
   if (result.use_count() <= 1 + wrappers && !is_view) return false;
@@ -238,12 +239,12 @@ bool is_held_elsewhere(const Results& all, std::size_t i, const std::vector<at::
          (is_view && others_hold(root, Results::at(all.base_wrappers, i)));
 }
 
-/// What tensors are to the unit whose border they cross.
-enum class Crossing : std::uint8_t { kArgument, kResult };
+/// The role of tensors that cross a unit's border.
+enum class Border : std::uint8_t { kArgument, kResult };
 
-/// What a model is given lies where it computes, but for numbers, which have no dims, and for what
-/// has no values. Units inside may take what the model around them keeps on the host. Errors: as
-/// require_device().
+/// Requires the arguments of a model on the device where it computes, except numbers, which have no
+/// dims, and tensors without values. Inner units may take tensors that the model around them keeps
+/// on the host. Errors: as require_device().
 void require_inputs_here(const std::vector<at::Tensor*>& inputs, const Unit& outermost) {
   const at::Device device = outermost.runtime().device();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -255,10 +256,10 @@ void require_inputs_here(const std::vector<at::Tensor*>& inputs, const Unit& out
   }
 }
 
-/// Errors: kUsage naming the unit, the first of the grad-requiring ones that is elsewhere, and both
-/// devices.
-void require_device(const std::vector<at::Tensor*>& tensors, Crossing crossing, const Unit& unit) {
-  const bool leaves = crossing == Crossing::kResult;
+/// Requires the tensors that require grad on the unit's device. Errors: kUsage naming the unit, the
+/// first such tensor on another device, and both devices.
+void require_device(const std::vector<at::Tensor*>& tensors, Border border, const Unit& unit) {
+  const bool leaves = border == Border::kResult;
   const at::Device device = unit.runtime().device();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!is_wrapped(*tensors[i])) continue;
@@ -271,8 +272,8 @@ void require_device(const std::vector<at::Tensor*>& tensors, Crossing crossing, 
   }
 }
 
-/// Its parameters as they come: they are gone when the forward has ended. Errors: kUsage naming
-/// unit, result and parameter.
+/// Requires that no result is a parameter or a view of one, whose memory is released when the
+/// forward ends. Errors: kUsage naming unit, result and parameter.
 void require_no_parameters(const std::vector<at::Tensor*>& outputs, const Unit& unit) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& result = *outputs[i];
@@ -299,8 +300,8 @@ void require_no_parameters(const std::vector<at::Tensor*>& outputs, const Unit& 
   }
 }
 
-/// Replaces the grad-requiring ones among `inputs` by aliases behind markers. Returns them; null
-/// where there are none.
+/// Replaces the tensors among `inputs` that require grad by aliases with markers. Returns them;
+/// null where there are none.
 std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& inputs,
                                            const std::shared_ptr<Entry>& entry) {
   std::shared_ptr<Crossed> crossed;
@@ -313,9 +314,8 @@ std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& input
   return crossed;
 }
 
-/// Replaces the grad-requiring ones among the results by aliases behind pre-backward nodes, each
-/// of which compares all those that others hold, too. `inputs` are what the call itself still
-/// holds.
+/// Replaces the results that require grad by aliases with pre-backward nodes. Each node checks all
+/// results that are held elsewhere. `inputs`: the tensors that the call itself still holds.
 void mark_outputs(const Results& results, const std::vector<at::Tensor*>& inputs,
                   const std::shared_ptr<Entry>& entry) {
   const auto& outputs = results.tensors;
@@ -335,15 +335,15 @@ namespace tessera {
 namespace {
 
 void cast_floating(const std::vector<at::Tensor*>& tensors, DType dtype) {
-  const WideScope boundary;  // the contract asks for it
+  const WideScope boundary;  // as the contract says
   for (auto* tensor : tensors) {
     if (tensor->defined() && tensor->is_floating_point())
       *tensor = tensor->to(to_scalar_type(dtype));
   }
 }
 
-/// checkpoint() has switched grad mode off for the first run. Where the function switches it on
-/// over a call, that call looks like one of a plain forward, whose graph is dropped.
+/// checkpoint() switches grad mode off for the first run. A call for which the function switches it
+/// on would look like one of a plain forward, whose graph is dropped.
 void require_grad_mode_of_checkpoint(const fsdp::Unit& unit) {
   TESSERA_CHECK(fsdp::first_forward() == nullptr || !at::GradMode::is_enabled(), ErrorKind::kUsage,
                 "unit ", unit.shown_name(),
@@ -372,7 +372,7 @@ ShardedBase::CallKind ShardedBase::Call::kind_here() {
                                                           : CallKind::kForward;
 }
 
-/// Closes what the call has opened on this thread.
+/// Closes all that the call has opened on this thread.
 void ShardedBase::Call::close() noexcept {
   regions_.reset();
   auto* watch = watched_ ? DtypeWatch::Observer::of(handle_.unit_->runtime()) : nullptr;
@@ -393,7 +393,7 @@ void ShardedBase::Call::fail(const std::string& why) noexcept {
   try {
     handle_.unit_->runtime().fail(why);
   } catch (const std::exception&) {
-    // Telling the others failed too; the exception under way says why.
+    // The abort failed too; the exception under way tells the reason.
   }
 }
 
@@ -407,7 +407,7 @@ void ShardedBase::Call::stop() noexcept {
   close();
   left_ = true;
   auto& runtime = handle_.unit_->runtime();
-  // A failure inside has closed all that was under way.
+  // After a failure inside, nothing is under way any more.
   if (entered_ && runtime.generation() == generation_) runtime.leave_repeated(*handle_.unit_);
 }
 
@@ -428,9 +428,9 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   if (!repeats) entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   entered_ = true;
   generation_ = runtime.generation();
-  if (at::GradMode::is_enabled()) fsdp::require_device(inputs, fsdp::Crossing::kArgument, unit);
+  if (at::GradMode::is_enabled()) fsdp::require_device(inputs, fsdp::Border::kArgument, unit);
   if (!again && !repeats && runtime.is_in_outermost()) fsdp::require_inputs_here(inputs, unit);
-  // The marker stands before the cast, so that the cast's backward is part of the unit's.
+  // The marker comes before the cast, so that the cast's backward is part of the unit's.
   inputs_ = &inputs;
   if (entry_ && at::GradMode::is_enabled()) crossed_ = fsdp::mark_inputs(inputs, entry_);
   if (unit.contract.input) cast_floating(inputs, *unit.contract.input);
@@ -461,8 +461,8 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs,
   if (!repeats && runtime.reshards_after(*handle_.unit_))
     fsdp::require_no_parameters(outputs, *handle_.unit_);
   if (at::GradMode::is_enabled())
-    fsdp::require_device(outputs, fsdp::Crossing::kResult, *handle_.unit_);
-  // Under recomputation the unit is gathered already: the entry's backward has begun.
+    fsdp::require_device(outputs, fsdp::Border::kResult, *handle_.unit_);
+  // In a recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
     fsdp::mark_outputs({outputs, wrappers, base_wrappers}, *inputs_, entry_);
   }

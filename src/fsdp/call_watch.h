@@ -1,6 +1,7 @@
-// CallWatch: sees what the units that a thread calls are given and what they return.
+// CallWatch sees the arguments and results of the units that a thread calls.
 //
-// `tessera check` compares the tensors at the borders of units with those of one rank. A unit that is
+// `tessera check` compares the tensors at the borders of units with those of one rank. A
+// recomputation of a unit is not reported. Without a watch nothing is done. Next: call.cpp.
 // recomputed is not seen again. Nothing is looked at while there is no watch. Next: call.cpp.
 #pragma once
 
@@ -14,9 +15,10 @@ namespace tessera::fsdp {
 class CallWatch {
  public:
   virtual ~CallWatch() = default;
-  /// `unit` as messages show it; tensors in the order of visit_tensors, some of them undefined.
+  /// `unit`: the name that messages show. Tensors are in the order of visit_tensors, some of them
+  /// undefined.
   virtual void entered(const std::string& unit, const std::vector<at::Tensor*>& inputs) = 0;
-  /// The results are those that the caller gets: whoever adds a hook to one sees its gradient.
+  /// The results are those that the caller gets, so that a hook on one sees its gradient.
   virtual void left(const std::string& unit, const std::vector<at::Tensor*>& results) = 0;
 };
 

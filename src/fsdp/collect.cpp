@@ -15,7 +15,7 @@
 namespace tessera::fsdp {
 namespace {
 
-/// What makes two tensors one parameter: the same elements of one storage.
+/// Identifies a parameter: two tensors are one where they show the same elements of one storage.
 struct Identity {
   const void* storage;
   std::int64_t offset;
@@ -25,13 +25,13 @@ struct Identity {
 };
 
 Identity identity_of(const at::Tensor& tensor) {
-  // Empty tensors may share a storage without showing anything of it.
+  // Empty tensors may share a storage without being one parameter.
   if (tensor.numel() == 0) return {tensor.unsafeGetTensorImpl(), 0, tensor.sizes().vec(), {}};
   return {tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset(), tensor.sizes().vec(),
           tensor.strides().vec()};
 }
 
-/// The bytes of its storage between a tensor's first and last element.
+/// The bytes of the storage between a tensor's first and last element.
 struct Extent {
   layout::Range bytes;
   std::string name;
@@ -47,7 +47,8 @@ Extent extent_of(const at::Tensor& tensor, const std::string& name) {
   return {{tensor.storage_offset() * bytes, (last + 1) * bytes}, name, tensor};
 }
 
-/// Whether both show an element of their storage. Columns of one matrix lie between each other.
+/// Whether both show a common element of their storage. Columns of one matrix do not, though their
+/// ranges intersect.
 bool overlap(const Extent& one, const Extent& other) {
   if (layout::intersect(one.bytes, other.bytes).empty()) return false;
   const auto bytes = static_cast<std::int64_t>(one.tensor.element_size());
@@ -58,7 +59,7 @@ bool overlap(const Extent& one, const Extent& other) {
   const auto in_marks = [&](const at::Tensor& tensor) {
     auto sizes = tensor.sizes().vec();
     for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
-      if (tensor.strides()[dim] == 0) sizes[dim] = 1;  // expanded: one element, many times
+      if (tensor.strides()[dim] == 0) sizes[dim] = 1;  // expanded: one element
     }
     return marks.as_strided(sizes, tensor.strides(), tensor.storage_offset() - begin);
   };
@@ -66,7 +67,7 @@ bool overlap(const Extent& one, const Extent& other) {
   return in_marks(other.tensor).any().item<bool>();
 }
 
-/// Whether its memory was given back when another parameter, which shared it, was sharded.
+/// Whether its memory was freed when another parameter that shared it was sharded.
 bool is_freed(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || tensor.storage().nbytes() == 0) return false;
   try {
@@ -77,7 +78,8 @@ bool is_freed(const at::Tensor& tensor) {
   }
 }
 
-/// What a user has set; grad_dtype() gives the tensor's own dtype where nobody has.
+/// Returns the grad_dtype that the user has set, if any; grad_dtype() returns the tensor's dtype
+/// otherwise.
 std::optional<DType> own_grad_dtype(const at::Tensor& tensor) {
   const auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
   if (autograd == nullptr || !autograd->grad_dtype_) return std::nullopt;
@@ -99,7 +101,7 @@ class Walk {
     }
     for (const auto& handle : options.inner) {
       held_.emplace(handle->held().get(), handle);
-      // Reached through the handle only, wherever the tree shows them.
+      // These modules are reached through the handle only, wherever they are in the tree.
       const bool is_named = !handle->unit()->name().empty();
       for (const auto& part : handle->held()->modules(/*include_self=*/false)) {
         modules_.insert(part.get());
@@ -108,7 +110,7 @@ class Walk {
     }
   }
 
-  /// Handles whose module the tree does not show as such.
+  /// Adds the handles whose modules are in the tree without their handle.
   void add_the_rest(const ShardOptions& options) {
     for (const auto& handle : options.inner) {
       add_handle(handle, handle->unit()->name());
@@ -117,7 +119,7 @@ class Walk {
 
   void visit(torch::nn::Module& module, const std::string& path) {
     if (named_elsewhere_.count(&module) > 0) return;
-    const bool is_new = modules_.insert(&module).second;  // else it only has these names, too
+    const bool is_new = modules_.insert(&module).second;  // else it only gets further names
     for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
       const auto name = path + entry.key();
       if (is_new) add(entry.value(), name, declared_of(module, entry.key(), name));
@@ -140,7 +142,7 @@ class Walk {
     }
   }
 
-  /// What stays as it is cannot lie in memory that goes.
+  /// Requires that tensors which are not sharded have no memory that sharding frees.
   void check_memory_of_the_rest() const {
     for (const auto& buffer : found.buffers)
       check_outside(buffer.tensor, "buffer " + buffer.meta.name);
@@ -180,13 +182,13 @@ class Walk {
   void add_handle(const std::shared_ptr<ShardedBase>& handle, const std::string& path) {
     const bool is_new = modules_.insert(handle.get()).second;
     if (is_new) found.handles.push_back({path, handle});
-    // One that was given a name has it wherever it stands.
+    // A handle that was given a name has that name in every place.
     if (is_new || handle->unit()->name().empty()) {
       found.places.push_back({path, nullptr, {}, handle});
     }
   }
 
-  /// The leaf that a tensor which add() has seen is or becomes; null for one that is left alone.
+  /// Returns the leaf of a tensor that add() has seen; null where the tensor is not sharded.
   std::shared_ptr<Leaf> leaf_for(const at::Tensor& tensor) const {
     if (!tensor.defined() || ignores(tensor)) return nullptr;
     if (auto leaf = find_leaf(tensor)) return leaf;
@@ -194,7 +196,7 @@ class Walk {
     return known == by_identity_.end() ? nullptr : found.parameters[known->second].leaves.front();
   }
 
-  /// What its module says, else the caller.
+  /// Returns the layout that its module declares, else that of the options.
   std::optional<ParameterLayout> declared_of(const torch::nn::Module& module,
                                              const std::string& parameter,
                                              const std::string& name) {
@@ -233,7 +235,7 @@ class Walk {
       TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "parameter ", name,
                     ": found one that was sharded by a handle that is gone, expected one with "
                     "values; make the "
-                    "module anew");
+                    "module again");
       found.owned_by_others.push_back(std::move(leaf));
       return;
     }
@@ -245,7 +247,7 @@ class Walk {
                   ": found a gradient, expected none before sharding; call zero_grad() first");
     TESSERA_CHECK(!grad::has_hooks(tensor), ErrorKind::kUsage, "parameter ", name,
                   ": found a hook on its gradient, expected none, since gradients are summed over "
-                  "the ranks before anybody reads them; make the module without, and change "
+                  "the ranks before they are read; make the module without, and change "
                   "gradients on the handle's parameters after backward");
     TESSERA_CHECK(!is_freed(tensor), ErrorKind::kContract, "parameter ", name,
                   ": found that the memory which it shared with another one went when that was "
@@ -268,13 +270,13 @@ class Walk {
     meta.shape = tensor.sizes().vec();
     meta.dtype = to_dtype(tensor.scalar_type());
     meta.trainable = tensor.requires_grad();
-    meta.user_grad_dtype = own_grad_dtype(tensor);  // a rule may train what is frozen here
+    meta.user_grad_dtype = own_grad_dtype(tensor);  // a rule may make a frozen parameter trainable
     parameter.leaves.push_back(leaf_of(tensor, name));
     found.parameters.push_back(std::move(parameter));
   }
 
-  /// Where the caller says that a tensor is one with another, memory need not: the later one is known
-  /// as the first.
+  /// Registers a tensor of a group in options.tied as the first parameter of its group, also where
+  /// the two share no memory.
   void tie(const at::Tensor& tensor, const Identity& identity, const std::string& name) {
     const auto tied = tied_.find(name);
     if (tied == tied_.end()) return;
@@ -331,7 +333,7 @@ class Walk {
     found.buffers.push_back(std::move(buffer));
   }
 
-  /// Another view of a parameter's elements cannot stay one: each parameter gets memory of its own.
+  /// Refuses two different views of the same elements, since each parameter gets separate memory.
   void claim_memory(const at::Tensor& tensor, const std::string& name) {
     if (tensor.numel() == 0) return;
     const auto mine = extent_of(tensor, name);
@@ -365,15 +367,15 @@ class Walk {
     meta.aliases.push_back(name);
     for (const auto& leaf : parameter.leaves) {
       if (leaf->tensor.is_same(tensor)) {
-        meta.single_tensor_aliases =
-            true;  // autograd sums its uses in one forward before we see them
+        meta.single_tensor_aliases = true;  // autograd sums its uses in one forward
         return;
       }
     }
     parameter.leaves.push_back(leaf_of(tensor, name));
   }
 
-  /// Of tied parameters one module is enough to say; those that do say the same.
+  /// Takes the layout of a tied parameter from any of its modules. Those that declare one must
+  /// agree.
   static void tie_layouts(FoundParameter& parameter, const std::string& name,
                           const std::optional<ParameterLayout>& declared) {
     if (!declared) return;
@@ -393,17 +395,17 @@ class Walk {
 
   const std::vector<at::Tensor>& ignored_;
   const std::map<std::string, ParameterLayout>& layouts_;
-  std::set<std::string> declared_;  // paths of layouts_ that were met
+  std::set<std::string> declared_;  // paths of layouts_ that were found
   std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
   std::set<const void*> modules_;
-  std::set<const void*> named_elsewhere_;  // parts of handles that were given a name
+  std::set<const void*> named_elsewhere_;  // parts of handles with a given name
   static constexpr auto kNone = ~std::size_t{0};
-  std::map<const void*, std::size_t> buffers_;  // in found.buffers; kNone: left alone
+  std::map<const void*, std::size_t> buffers_;  // index in found.buffers; kNone: not sharded
   std::set<std::string> unstored_, unstored_met_;
-  std::map<std::string, std::size_t> tied_;  // group by path
+  std::map<std::string, std::size_t> tied_;  // number of the group, by path
   std::size_t groups_ = 0;
   std::set<std::string> tied_met_;
-  std::map<std::size_t, std::size_t> first_of_group_;  // in found.parameters
+  std::map<std::size_t, std::size_t> first_of_group_;  // index in found.parameters
   std::set<const void*> ignored_met_;
   std::map<Identity, std::size_t> by_identity_;
   std::map<const void*, std::vector<Extent>> memory_;  // by storage

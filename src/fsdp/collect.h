@@ -16,7 +16,7 @@ namespace tessera::fsdp {
 
 struct FoundParameter {
   ParameterMeta meta;  ///< of the local tensor: its shape is not yet the whole parameter's
-  /// By its module or by ShardOptions::layouts; none = nobody says anything.
+  /// The layout that its module or ShardOptions::layouts declares; none where neither does.
   std::optional<ParameterLayout> declared;
   std::vector<std::shared_ptr<Leaf>> leaves;  ///< several where tensors share one storage (tied)
 };
@@ -31,11 +31,11 @@ struct FoundHandle {
   std::shared_ptr<ShardedBase> handle;
 };
 
-/// A tensor or a sharded child where a module of the walk has it: one that several modules
-/// register, or a module that stands in several places, is in each.
+/// The place of a tensor or a sharded child in a module of the walk. A tensor that several modules
+/// register, or a module that is in several places, has several.
 struct FoundPlace {
   std::string path;
-  std::shared_ptr<Leaf> leaf = {};           ///< a parameter, of whichever unit
+  std::shared_ptr<Leaf> leaf = {};           ///< a parameter, of any unit
   at::Tensor buffer = {};                    ///< or a buffer
   std::shared_ptr<ShardedBase> handle = {};  ///< or a sharded child
 };

@@ -13,23 +13,23 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Every unit whose module uses a parameter of `owner` now needs `ancestor`, where it has moved,
-/// and keeps it: its handle may live longer than the ancestor's.
-void lend(Unit& ancestor, Unit& owner) {
+/// Makes every unit whose module uses a parameter of `owner` depend on `ancestor`, to which the
+/// parameter has moved, and keep it alive: its handle may live longer than the ancestor's.
+void depend_on(Unit& ancestor, Unit& owner) {
   if (&owner == &ancestor) return;
   if (!owner.shares_of(ancestor)) owner.owners.push_back(ancestor.shared_from_this());
 }
 
-/// What a unit below had from another one may have moved on from there.
+/// Adds `ancestor` to units that share a parameter which has moved there from another unit.
 void share_parameters(Unit& ancestor, const std::vector<Unit*>& below) {
   for (auto* unit : below) {
     for (const auto& leaf : unit->owned_elsewhere) {
-      if (leaf->owner != nullptr && leaf->owner->unit == &ancestor) lend(ancestor, *unit);
+      if (leaf->owner != nullptr && leaf->owner->unit == &ancestor) depend_on(ancestor, *unit);
     }
   }
 }
 
-/// Moves bucket `index` of `unit`, but for the parameters in `stay`.
+/// Moves the parameters of bucket `index` of `unit` to `ancestor`, except those in `stay`.
 void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
                  const std::set<const Parameter*>& stay) {
   const bool had_values = unit.has_values();
@@ -45,7 +45,7 @@ void move_bucket(Unit& ancestor, Unit& unit, std::size_t index,
   unit.add(std::move(keep));
   ancestor.add(std::move(move));
   if (had_values) unit.set_has_values();
-  lend(ancestor, unit);
+  depend_on(ancestor, unit);
 }
 
 }  // namespace
@@ -64,7 +64,7 @@ std::string canonical(const std::string& path, const ShardOptions& options) {
   return options.canonical_name ? options.canonical_name(path) : prefix_of(path, options);
 }
 
-/// What was resolved for the model is what this module does and what this mesh asks for.
+/// Requires that a contract that was resolved for the model fits this module and this mesh.
 void check_fits(const GradContract& contract, const FoundParameter& found, const Mesh& mesh) {
   const auto what = concat("parameter ", contract.name);
   const auto declared = found.declared.value_or(ParameterLayout());
@@ -224,7 +224,7 @@ std::vector<std::shared_ptr<Parameter>> make_parameters(const std::vector<FoundP
 }
 
 void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
-  // What the ancestor itself uses of a unit below, and what units below use of each other.
+  // Parameters of units below that the ancestor uses, or that units below use from each other.
   std::set<const Parameter*> shared;
   for (const auto& leaf : ancestor.owned_elsewhere) shared.insert(leaf->owner);
   for (const auto* unit : below) {
@@ -248,7 +248,7 @@ void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
         continue;
       }
       move_bucket(ancestor, *unit, index, stay);
-      // What stayed is a new bucket at the end; it moves nothing.
+      // The parameters that stayed are a new bucket at the end, from which nothing moves.
       index = 0;
     }
   }
@@ -258,9 +258,9 @@ void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
   });
 }
 
-// layout::plan_model works out the same from values, for models that nobody makes; here tensors and
-// the leaves of modules move, for units that other calls of fully_shard have laid out already. What
-// both decide by is is_small() and plan_unit(), and plans are compared (plan_of_run_test).
+// layout::plan_model computes the same from values, for models that are not made; here tensors and
+// the leaves of modules move, for units that other calls of fully_shard have laid out. Both use
+// is_small() and plan_unit(), and a test compares their plans (plan_of_run_test).
 void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t bytes) {
   if (bytes <= 0) return;
   std::vector<std::shared_ptr<Parameter>> moved;
@@ -274,7 +274,7 @@ void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t by
         for (const auto& leaf : parameter->leaves) unit->owned_elsewhere.push_back(leaf);
         moved.push_back(std::move(parameter));
       }
-      lend(ancestor, *unit);
+      depend_on(ancestor, *unit);
     }
   }
   if (!moved.empty()) ancestor.add(std::move(moved));

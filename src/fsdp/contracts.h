@@ -1,4 +1,5 @@
-// From found parameters to contracts and units: the steps of fully_shard that are not about order.
+// Makes contracts and units from found parameters: the steps of fully_shard that are not about
+// order.
 #pragma once
 
 #include <memory>
@@ -12,44 +13,46 @@
 
 namespace tessera::fsdp {
 
-/// The prefix of the names of a handle inside at `path`.
+/// Returns the prefix of names for an inner handle at `path`.
 std::string prefix_of(const std::string& path, const ShardOptions& options);
 
-/// One contract a parameter and a buffer, in their order: looked up in options.contracts and
-/// options.buffer_contracts, and compared with what the modules declare, else resolved from the
-/// policy. No units. `patterns_inside`: of the rules of units inside, which one policy for all units
-/// has, too. Errors: kContract.
+/// Returns one contract for each parameter and buffer, in their order, without units. They are
+/// looked up in options.contracts and options.buffer_contracts and compared with the modules'
+/// declarations, or resolved from the policy. `patterns_inside`: patterns of rules that inner
+/// units' parameters match, since one policy for all units has those rules, too. Errors: kContract.
 ModelContract contracts_of(const Found& found, const Mesh& mesh, const PrecisionPolicy& policy,
                            const ShardOptions& options,
                            const std::vector<std::string>& patterns_inside);
 
-/// That of options.unit_contracts which has options.name; none = it is resolved from the policy.
-/// Errors: kContract.
+/// Returns the contract in options.unit_contracts that has options.name; none: it is resolved from
+/// the policy. Errors: kContract.
 std::optional<UnitContract> given_unit_contract(const ShardOptions& options);
 
-/// The data axes of a mesh and the divide factor (none: the number of data ranks).
+/// Returns the reductions over the data axes of a mesh. `divide_factor`: none stands for the number
+/// of data ranks.
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor);
 
-/// Names of all that was found; empty where the contracts came with them. Before a handle inside
-/// gets its prefix.
+/// Returns the names of all that was found; none where the contracts came with them. Must be called
+/// before an inner handle gets its prefix.
 std::vector<Registered> registered_of(const Found& found, const ShardOptions& options);
 
-/// `contracts` of them, in their order.
+/// `contracts`: one for each, in their order.
 std::vector<Buffer> make_buffers(const std::vector<FoundBuffer>& found,
                                  const std::vector<BufferContract>& contracts,
                                  const ShardOptions& options);
-/// One tensor that modules of several units have as a buffer has one dtype, and is cast once.
+/// Requires one dtype for a tensor that modules of several units have as a buffer: it is cast once.
 /// Errors: kContract.
 void check_shared_buffers(const std::vector<Unit*>& units);
 
-/// `contracts` of them, in their order; `options` for their places in the whole model.
+/// `contracts`: one for each, in their order. `options` has their places in the whole model.
 std::vector<std::shared_ptr<Parameter>> make_parameters(const std::vector<FoundParameter>& found,
                                                         const std::vector<GradContract>& contracts,
                                                         const ShardOptions& options);
 
-/// Parameters that several units below use move to `ancestor`, which they then need. Collective.
+/// Moves parameters that several units below use to `ancestor`, which these units then need.
+/// Collective.
 void move_shared(Unit& ancestor, const std::vector<Unit*>& below);
-/// Buckets below `bytes` move to `ancestor`. Collective.
+/// Moves buckets smaller than `bytes` to `ancestor`. Collective.
 void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t bytes);
 
 }  // namespace tessera::fsdp

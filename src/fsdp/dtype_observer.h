@@ -1,4 +1,4 @@
-// What a DtypeWatch knows: whose tensors are whose, and where a wide one came from.
+// The state of a DtypeWatch: the names of tensors, and the origins of wide ones.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ class DtypeWatch::Observer {
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
 
-  /// The watch of this thread on units of `runtime`, or null.
+  /// Returns the watch of this thread on units of `runtime`, or null.
   static Observer* of(const fsdp::Runtime& runtime);
 
   // --- called around a unit's forward ---
@@ -40,11 +40,12 @@ class DtypeWatch::Observer {
   const std::vector<DtypeFinding>& findings() const { return findings_; }
 
  private:
-  /// Where a tensor that is not of the unit's activation dtype came from.
+  /// The origin of a tensor that does not have the unit's activation dtype.
   struct Origin {
     std::string what;
-    /// What names it best comes first: parameters and buffers, then inputs. A table that is made
-    /// on the way, or kept by a module, has nothing to do with activations until it meets some.
+    /// The origin with the highest kind is reported: parameters and buffers, then inputs. A table
+    /// that an operation made or a module keeps has nothing to do with activations before it meets
+    /// one.
     enum class Kind : std::uint8_t { kTable, kInput, kNamed } kind = Kind::kNamed;
   };
   /// One floating input of the operation under way.
@@ -59,11 +60,11 @@ class DtypeWatch::Observer {
     std::string unit;
     std::optional<at::ScalarType> activation;
   };
-  /// The calls that are under way in a pass of the rank.
+  /// The calls under way in one pass of the rank.
   struct Pass {
-    int depth = 0;  // operations call operations: what counts is the one that the module called
+    int depth = 0;  // depth of operations: only the outermost, which the module calls, counts
     std::vector<Frame> frames;
-    std::vector<Input> inputs;  // of that operation
+    std::vector<Input> inputs;  // of the outermost operation
   };
   struct Named {
     std::int64_t end;
@@ -78,12 +79,12 @@ class DtypeWatch::Observer {
   void remember(const at::Tensor& tensor, Origin origin);
   void report(const char* op, at::ScalarType found, const std::string& cause);
 
-  std::shared_ptr<fsdp::Runtime> runtime_;  // the address is no other's while this looks
+  std::shared_ptr<fsdp::Runtime> runtime_;  // held, so that its address stays unique
   at::CallbackHandle callback_ = 0;
   std::array<Pass, base::kPasses> passes_;
-  /// By storage and first element: several parameters lie in one storage.
+  /// By storage and first element, since a storage may hold several parameters.
   std::map<std::pair<const void*, std::int64_t>, Named> named_;
-  /// Weak references: a tensor that is gone leaves its address to no other while one is held.
+  /// Weak references keep the address of a destroyed tensor from being used again.
   std::unordered_map<const c10::TensorImpl*, std::pair<WeakTensor, Origin>> origins_;
   std::vector<DtypeFinding> findings_;
 };

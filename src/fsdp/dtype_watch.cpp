@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// A thread is a rank, and callbacks are plain functions.
+// It is a thread-local, since each rank has a thread and callbacks are plain functions.
 thread_local DtypeWatch::Observer* t_observer = nullptr;
 
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& operation) {
@@ -43,7 +43,7 @@ Observer::Observer(fsdp::Runtime& runtime) : runtime_(runtime.shared_from_this()
   TESSERA_CHECK(t_observer == nullptr, ErrorKind::kUsage,
                 "DtypeWatch: found one on this thread, expected none; end it first");
   for (auto* unit : runtime.units()) {
-    unit->cast_buffers();  // casting gives them other memory
+    unit->cast_buffers();  // a cast gives them other memory
     name_tensors(*unit);
   }
   t_observer = this;
@@ -135,7 +135,7 @@ void Observer::look_at(const at::Tensor& output, const char* op) {
   const auto* storage = output.has_storage()
                             ? output.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
                             : nullptr;
-  // A view, or the tensor itself: nothing new.
+  // The output is an input, or a view of one: it is not new.
   for (const auto& input : here().inputs) {
     if (input.dtype == dtype && input.storage == storage && storage != nullptr) {
       return remember(output, input.origin);
@@ -157,7 +157,7 @@ void Observer::look_at(const at::Tensor& output, const char* op) {
   }
   const Origin origin = cause != nullptr ? cause->origin : Origin{"the operation itself"};
   report(op, dtype, origin.what);
-  // What follows from it counts, even where a table was the reason.
+  // Later uses of the output count, even where a table was the reason.
   remember(output, {origin.what, std::max(origin.kind, Origin::Kind::kInput)});
 }
 

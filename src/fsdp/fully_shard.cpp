@@ -1,4 +1,4 @@
-// fully_shard: the order in which a module becomes a unit.
+// fully_shard: the steps in which a module becomes a unit, in their order.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace tessera {
 namespace {
 
-/// torch's registries refuse dots in names.
+/// Replaces dots, which torch's registries refuse in names.
 std::string escaped(std::string name) {
   std::replace(name.begin(), name.end(), '.', '/');
   return name;
@@ -30,8 +30,8 @@ void require_sizes(const ShardOptions& options) {
   require("in_flight_bytes", options.in_flight_bytes.value_or(0));
 }
 
-/// Values come from the host, or lie where the World computes. Another device is a mistake: of
-/// which rank, nobody else could say.
+/// Requires values on the host or on the World's device. The message names the rank, since another
+/// device is the mistake of one rank.
 void require_devices(const std::vector<fsdp::FoundParameter>& parameters, at::Device device) {
   for (const auto& parameter : parameters) {
     const at::Tensor& tensor = parameter.leaves.front()->tensor;
@@ -80,13 +80,13 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
     TESSERA_CHECK(!inner.handle->is_inside_, ErrorKind::kUsage, "fully_shard: found the handle of ",
                   inner.path,
                   ", which a fully_shard around it has taken in before, expected one "
-                  "that nothing has; shard a module once, or make it anew");
+                  "that nothing has; shard a module once, or make it again");
   }
   for (const auto& leaf : found.owned_by_others) {
     TESSERA_CHECK(leaf->owner->unit->module != held_.get(), ErrorKind::kUsage,
                   "fully_shard: found the parameter ", leaf->owner->contract.name,
                   " of a module that another handle has sharded, expected a plain module; use that "
-                  "handle, or make the module anew");
+                  "handle, or make the module again");
   }
   require_sizes(options);
   require_devices(found.parameters, mesh.world()->device());
@@ -101,7 +101,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   const auto contracts = fsdp::contracts_of(found, mesh, policy, options, patterns_inside);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
   if (mesh.shapes().has_model_axes()) {
-    // Which groups are made follows from the placements.
+    // The placements decide which groups are made.
     runtime_->agree(to_lines(contracts), "contracts",
                     "let the layers declare the same on every rank");
   }
@@ -138,9 +138,9 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   for (const auto& inner : inner_) register_module(escaped(inner.path), inner.handle);
 }
 
-/// Their units are numbered anew, and their parameters may move: a backward of before would find
-/// others in their places. Whether one is to come is a rank's own: refused on all of them. Nothing
-/// has changed yet.
+/// Inner units get other numbers, and their parameters may move: an earlier backward would find
+/// other ones in their places. Whether one is pending is local to a rank, so all ranks refuse
+/// together. Nothing has changed at that point.
 void ShardedBase::require_handles_between_steps(const std::vector<fsdp::FoundHandle>& handles) {
   if (handles.empty()) return;
   std::string found;
@@ -184,7 +184,7 @@ void ShardedBase::resolve_buffers() {
   const std::function<void(ShardedBase&)> resolve = [&](ShardedBase& handle) {
     grad::RuleBook rules(handle.policy_.rules);
     for (auto& buffer : handle.unit_->buffers) {
-      // What was cast once stays: digits do not come back.
+      // A buffer that was cast stays so: its digits are lost.
       if (buffer.given || handle.unit_->buffers_are_cast()) continue;
       buffer.contract = grad::resolve_buffer(buffer.meta, rules.ask(buffer.meta.name), parameters,
                                              handle.policy_);
@@ -195,9 +195,9 @@ void ShardedBase::resolve_buffers() {
   fsdp::check_shared_buffers(runtime_->units());
 }
 
-/// The inner units join this runtime; what belongs to their common ancestor moves here. [Note:
-/// shared across units]: a parameter that several units use belongs to their lowest common
-/// ancestor, found by tensor identity.
+/// Moves the inner units to this runtime, and shared parameters to their owner. [Note: shared
+/// across units]: a parameter that several units use belongs to their lowest common ancestor, found
+/// by tensor identity.
 void ShardedBase::adopt(const ShardOptions& options) {
   std::vector<fsdp::Unit*> below;
   for (const auto& inner : inner_) {

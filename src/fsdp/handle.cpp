@@ -1,5 +1,5 @@
-// What a handle offers beside forward: names, shards, whole tensors, what users switch between steps
-// (controls.h), and what floors above ask of it.
+// The functions of a handle other than forward: names, shards, whole tensors, controls between
+// steps (controls.h), and handle.h.
 #include "fsdp/handle.h"
 
 #include <ATen/ATen.h>
@@ -34,7 +34,7 @@ std::vector<ShardedBase::Own> ShardedBase::all() const {
 
 torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_parameters() const {
   torch::OrderedDict<std::string, at::Tensor> result("Parameter");
-  std::optional<fsdp::ModelNames> of_model;  // those of a handle inside are relative to it
+  std::optional<fsdp::ModelNames> of_model;  // names in an inner handle are relative to it
   if (!is_inside_) of_model.emplace(*this);
   for (const auto& own : all()) {
     const auto& contract = own.parameter->contract;
@@ -48,14 +48,14 @@ torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_buffers() const {
   fsdp::unit_of_handle(unit_);
   torch::OrderedDict<std::string, at::Tensor> result("Buffer");
   std::set<const at::TensorImpl*> seen;
-  std::optional<fsdp::ModelNames> of_model;  // as named_parameters()
+  std::optional<fsdp::ModelNames> of_model;  // as in named_parameters()
   if (!is_inside_) of_model.emplace(*this);
   const auto add = [&](const std::string& name, const at::Tensor& buffer) {
     if (!buffer.defined() || !seen.insert(buffer.unsafeGetTensorImpl()).second) return;
     const auto names = of_model ? of_model->of(buffer) : std::vector<std::string>();
     result.insert(names.size() > 1 ? names.front() : name, buffer);
   };
-  // What is inside first: it knows its names, also where its module still stands plain in the tree.
+  // Inner handles come first: they know their names, also where the tree shows their plain modules.
   for (const auto& inner : inner_) {
     for (const auto& buffer : inner.handle->named_buffers()) {
       add(inner.handle->named_ ? buffer.key() : inner.path + "." + buffer.key(), buffer.value());
@@ -120,7 +120,7 @@ std::string ShardedBase::contract_table() const { return to_string(contract()); 
 
 namespace {
 
-/// The bucket's gradients as they stand on the shards, whatever the user did to them: [slice],
+/// Returns the bucket's gradients as they are on the shards now, with the user's changes: [slice],
 /// final dtype.
 at::Tensor gradient_slice(const fsdp::Unit& unit, std::size_t index) {
   const auto& bucket = *unit.buckets()[index];
@@ -253,8 +253,8 @@ void ShardedBase::load(torch::serialize::InputArchive&) {
 
 namespace {
 
-/// The handle's unit, where `what` may be called: no forward waits for its backward, since what
-/// that one issues was settled by how its forward ran.
+/// Returns the handle's unit for the call `what`, which requires that no forward waits for its
+/// backward: the forward has settled the collectives of that backward.
 fsdp::Unit& idle_unit(const std::shared_ptr<fsdp::Unit>& handle, const char* what) {
   auto& unit = fsdp::unit_of_handle(handle);
   unit.runtime().renew_after_failure();
@@ -338,8 +338,8 @@ void ShardedBase::set_backward_prefetch(const std::vector<ShardedBase*>& units) 
   runtime_->controls_changed();
 }
 
-/// Ties and merge_below_bytes move parameters to an outer unit: a factor for some of a unit's
-/// parameters, or for those of others too, is not what anybody means.
+/// Requires that the units to set own their parameters alone: ties and merge_below_bytes move
+/// parameters to an outer unit, and a factor for a part of a unit's parameters is not intended.
 void ShardedBase::require_own_parameters(bool recurse) {
   std::set<const fsdp::Unit*> units;
   std::set<const fsdp::Parameter*> own;
@@ -515,7 +515,7 @@ void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, cons
     TESSERA_CHECK(view->second.begin == state.view.begin && view->second.end == state.view.end,
                   ErrorKind::kUsage, what, ": found that set_trainable() has laid out ",
                   state.view.contract->name,
-                  " anew without this optimizer, expected it among those that follow; name it "
+                  " again without this optimizer, expected it among those that follow; name it "
                   "there");
   }
 }

@@ -9,7 +9,7 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Memories of tensors, each once.
+/// Sums the storages of tensors, each once.
 class Memories {
  public:
   void add(const at::Tensor& tensor) {

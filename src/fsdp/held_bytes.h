@@ -1,4 +1,4 @@
-// Counts the memory that the units of a sharded model hold at this moment, by what it is for.
+// Counts the memory that the units of a sharded model hold at this moment, by purpose.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,20 @@ namespace tessera::fsdp {
 
 /// Bytes of this rank; each memory counts once.
 struct HeldBytes {
-  std::int64_t shards = 0;     ///< parameters as they are stored, frozen ones too
-  std::int64_t gradients = 0;  ///< sums, and what the optimizer reads
-  std::int64_t unsharded = 0;  ///< gathered parameters, but those that are the shards themselves
-  std::int64_t pool = 0;       ///< blocks for gathers and reductions, those on hand too
+  std::int64_t shards = 0;     ///< parameters as they are stored, also frozen ones
+  std::int64_t gradients = 0;  ///< sums, and the gradients that the optimizer reads
+  std::int64_t unsharded = 0;  ///< gathered parameters, except those that are the shards themselves
+  std::int64_t pool = 0;       ///< blocks for gathers and reductions, also unused ones
 };
 HeldBytes held_bytes(const ShardedBase& model);
-// Each gives one of these alone, without a look at every parameter.
+// These return one of the numbers alone, without a walk over every parameter.
 std::int64_t unsharded_bytes(const ShardedBase& model);
 std::int64_t pool_bytes(const ShardedBase& model);
 
-/// The bytes that an optimizer keeps.
+/// The bytes of an optimizer's state.
 struct OptimizerBytes {
   std::int64_t moments = 0;
-  std::int64_t masters = 0;  ///< fp32 values beside 16-bit shards
+  std::int64_t masters = 0;  ///< fp32 values of 16-bit shards
 };
 OptimizerBytes held_bytes(const Optimizer& optimizer);
 

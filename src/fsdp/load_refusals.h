@@ -1,4 +1,4 @@
-// What stands against loading a dict of entries, by name: said at once, before anything is written.
+// The reasons to refuse a dict of entries, by name. All are reported before anything is written.
 #pragma once
 
 #include <string>
@@ -17,7 +17,8 @@ struct LoadRefusals {
   void add_second_entry(const std::string& name) {
     refusals.push_back(concat(name, ": found two entries, expected one"));
   }
-  /// What of the difference is refused. `unexpected_are`: "entries that the model does not have".
+  /// Returns the refused part of the difference. `unexpected_are`: "entries that the model does not
+  /// have".
   std::vector<std::string> refused_difference(Strict strict, const char* unexpected_are) const {
     if (strict == Strict::kNo) return {};
     std::vector<std::string> all;

@@ -1,4 +1,4 @@
-// An optimizer's state in whole form, and its way back (tessera/state_dict.h).
+// Saves and loads an optimizer's state in whole form (tessera/state_dict.h).
 #include <ATen/ATen.h>
 
 #include <functional>
@@ -23,7 +23,7 @@ namespace tessera {
 
 namespace {
 
-/// An optimizer's state by the parameter that it is of.
+/// An optimizer's state, by parameter.
 using StateOf = std::map<const GradContract*, OptimizerState>;
 
 StateOf states_of(const Optimizer& optimizer) {
@@ -35,13 +35,13 @@ StateOf states_of(const Optimizer& optimizer) {
   return states;
 }
 
-/// What ranks have to have in common, a line a parameter.
+/// Returns what ranks must have in common, one line for each parameter.
 std::string lines_of(const ParameterState& state) {
   return concat(state.parameter, ": ", state.steps, " updates, ",
                 joined(std::views::keys(state.kept), "nothing"), "\n");
 }
 
-/// Of one bucket, what is kept under `name` in `dtype`: [slice], zeros where that is nothing.
+/// Returns the state of one bucket with this name and dtype: [slice], zeros where there is none.
 at::Tensor slice_of_kept(const fsdp::Unit& unit, std::size_t index, const StateOf& states,
                          const std::string& name, at::ScalarType dtype,
                          std::vector<const fsdp::Parameter*>& of) {
@@ -62,12 +62,12 @@ at::Tensor slice_of_kept(const fsdp::Unit& unit, std::size_t index, const StateO
   return slice;
 }
 
-/// Adds copies of all that is kept of the bucket's parameters to `whole`, where that is wanted.
+/// Adds copies of the whole state of the bucket's parameters to `whole`, if that is not null.
 void gather_kept(fsdp::Runtime& runtime, const fsdp::Unit& unit, std::size_t index,
                  const StateOf& states,
                  const std::function<std::map<std::string, at::Tensor>*(const GradContract*)>& to) {
   const auto& bucket = *unit.buckets()[index];
-  std::set<std::pair<std::string, at::ScalarType>> kinds;  // in the order that all ranks have
+  std::set<std::pair<std::string, at::ScalarType>> kinds;  // all ranks have this order
   for (const auto& parameter : unit.parameters()) {
     const auto state = states.find(&parameter->contract);
     if (parameter->bucket != index || state == states.end()) continue;
@@ -128,7 +128,7 @@ OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimize
 
 namespace {
 
-/// Adds what stands against loading `source` into the state of its parameter.
+/// Adds the reasons not to load `source` into the state of its parameter.
 void refuse_state(const Optimizer& optimizer, const GradContract& contract,
                   const ParameterState& source, std::vector<std::string>& refusals) {
   const auto found = [&](const auto&... words) {
@@ -160,12 +160,12 @@ void refuse_state(const Optimizer& optimizer, const GradContract& contract,
   }
   for (const auto& name : std::views::keys(due)) {
     if (source.kept.count(name) == 0) {
-      found("no ", name, " after ", source.steps, " updates, expected it beside them");
+      found("no ", name, " after ", source.steps, " updates, expected it with them");
     }
   }
 }
 
-/// What is loaded into which state, and what stands against it.
+/// What is loaded into which state, and the reasons to refuse it.
 struct LoadPlan : fsdp::LoadRefusals {
   std::vector<std::pair<const OptimizerState*, const ParameterState*>> sources;
 };
@@ -189,7 +189,7 @@ LoadPlan plan_load(const fsdp::ModelNames& names, const Optimizer& optimizer,
       continue;
     }
     if (!taken.insert(target->second).second) plan.add_second_entry(source.parameter);
-    // Of another optimizer every tensor would be named.
+    // For another optimizer every tensor would be reported.
     if (dict.optimizer == optimizer.name()) {
       refuse_state(optimizer, *target->second->view.contract, source, plan.refusals);
     }
@@ -202,7 +202,7 @@ LoadPlan plan_load(const fsdp::ModelNames& names, const Optimizer& optimizer,
   return plan;
 }
 
-/// What stands against loading, in words; "" for nothing.
+/// Returns the reasons not to load, as text; "" for none.
 std::string objections(const LoadPlan& plan, Strict strict) {
   std::string text;
   const auto add = [&](const std::string& more) { text += concat(text.empty() ? "" : "; ", more); };
@@ -212,7 +212,7 @@ std::string objections(const LoadPlan& plan, Strict strict) {
   return text;
 }
 
-/// The elements of the whole tensor that the shard is, flat.
+/// Returns the shard's elements of the whole tensor, flat.
 at::Tensor part_of_shard(const ShardView& view, const at::Tensor& whole) {
   const auto& [layout, shape] = std::tie(view.contract->layout, view.contract->shape);
   auto local = whole;

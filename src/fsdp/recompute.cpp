@@ -34,10 +34,10 @@ namespace tessera {
 namespace fsdp {
 namespace {
 
-// What a forward reads besides its inputs and parameters: the default generators of the CPU and of
-// the device where it computes, and autocast. A recomputation must find them as the first forward did.
+// A forward reads more than its inputs and parameters: the default generators of the CPU and of the
+// device where it computes, and autocast. A recomputation must find them as the first forward did.
 
-/// State of libtorch's default generators: all of it lies on the host.
+/// The state of libtorch's default generators, all of it on the host.
 struct RandomState {
   at::Device device = at::kCPU;
   at::Tensor of_cpu;     ///< 5 KB
@@ -48,8 +48,8 @@ struct RandomState {
   bool operator==(const RandomState& other) const;
 };
 
-/// Random numbers as they came the first time; afterwards they go on where they were. None: nothing
-/// was drawn, nothing changes.
+/// Sets the random state of the first forward while it lives, and restores the present one at its
+/// end. Does nothing without a state: nothing was drawn then.
 class RandomStateScope {
  public:
   explicit RandomStateScope(const std::optional<RandomState>& state);
@@ -61,10 +61,11 @@ class RandomStateScope {
   std::optional<RandomState> before_;
 };
 
-/// Where a function of these inputs computes: without any on a device, where its thread does.
+/// Returns the device where a function of these inputs computes: that of its inputs, or the
+/// thread's where none is on a device.
 at::Device device_of(const std::vector<at::Tensor>& inputs);
 
-/// This thread's autocast of the CPU and of the device where it computes.
+/// This thread's autocast settings, for the CPU and for the device where it computes.
 struct Autocast {
   struct OfDevice {
     at::DeviceType type = at::kCPU;
@@ -75,8 +76,8 @@ struct Autocast {
   static Autocast now(at::DeviceType device);
 };
 
-/// Autocast as given, without its cache of casted weights: a cast that was made without grad in the
-/// first forward must not stand for one with grad, here or later in the same autocast region.
+/// Sets autocast as given, without its cache of casted weights: a cast that was made without grad
+/// in the first forward must not replace one with grad, here or later in the same autocast region.
 class AutocastScope {
  public:
   explicit AutocastScope(const Autocast& state);
@@ -99,7 +100,7 @@ void set_state_of(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-/// Whether libtorch draws on the device; that of a dry run computes nothing.
+/// Whether libtorch has a generator for the device; a dry run's device has none.
 bool has_generator(at::Device device) { return at::isAccelerator(device.type()); }
 
 RandomState RandomState::now(at::Device device) {
@@ -139,7 +140,7 @@ at::Device device_of(const std::vector<at::Tensor>& inputs) {
 }
 
 Autocast Autocast::now(at::DeviceType device) {
-  // On the CPU alone nobody computes under the other one; what is set there is kept all the same.
+  // Also on the CPU, where nothing computes under the other device's settings, those are kept.
   Autocast state;
   state.devices[0].type = at::kCPU;
   state.devices[1].type = device == at::kCPU ? at::kCUDA : device;
@@ -199,8 +200,8 @@ using torch::autograd::variable_list;
 
 using Run = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
-/// What the second run's results have to be like: their gradients have come already, and a sum or
-/// an expansion would fit them to other sizes without a word.
+/// The shape that a result of the second run must have: its gradients have arrived already, and a
+/// sum or an expansion would silently fit them to other sizes.
 struct Result {
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype;
@@ -213,17 +214,18 @@ struct Result {
 
 Result result_of(const at::Tensor& tensor) { return {tensor.sizes().vec(), tensor.scalar_type()}; }
 
-/// Rides in the context's saved_data. Nothing in here is of the size of an activation: what is
-/// stands among the context's saved variables, which the engine drops when they have had their use.
+/// The state of a checkpoint, in the context's saved_data. It holds nothing of the size of an
+/// activation: such tensors are among the context's saved variables, which the engine frees after
+/// their use.
 struct Block : torch::CustomClassHolder {
   Run run;
-  std::vector<std::size_t> positions;  ///< of the defined inputs among all that the user gave
-  std::size_t inputs = 0;              ///< of the saved variables; the rest was kept
-  std::vector<Result> outputs;         ///< of the first forward
+  std::vector<std::size_t> positions;  ///< of the defined inputs, among all inputs of the user
+  std::size_t inputs = 0;              ///< number of saved inputs; kept results follow them
+  std::vector<Result> outputs;         ///< shapes of the first forward's results
   fsdp::Recorded recorded;
   fsdp::Autocast autocast;
   at::Device device = at::kCPU;             ///< where it computes
-  std::optional<fsdp::RandomState> random;  ///< before the first forward, if that drew anything
+  std::optional<fsdp::RandomState> random;  ///< before the first forward, if that drew numbers
   std::optional<SamplePlace> place = sample_place();
   std::shared_ptr<grad::Regions> regions = grad::regions_here();
   const torch::autograd::Node* node = nullptr;
@@ -233,8 +235,8 @@ struct Block : torch::CustomClassHolder {
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  /// Where a checkpoint inside another one runs again the outer one's node stays: it is what a
-  /// backward comes to first.
+  /// Replaces the node where a checkpoint runs again inside another one. There the outer one's node
+  /// stays, since a backward reaches it first.
   void replace_node(const torch::autograd::Node* before, const torch::autograd::Node* after) {
     for (const auto& entry : recorded.entries) {
       const auto* expected = before;
@@ -244,7 +246,7 @@ struct Block : torch::CustomClassHolder {
   }
 };
 
-/// The kept results, which must be what they were when keep() returned them.
+/// Saves the kept results, which must be unchanged since keep() returned them.
 void save_kept(fsdp::Recorded& recorded, variable_list& saved) {
   for (auto& kept : recorded.kept) {
     TESSERA_CHECK(kept.value._version() == kept.version, ErrorKind::kUsage,
@@ -255,8 +257,8 @@ void save_kept(fsdp::Recorded& recorded, variable_list& saved) {
   recorded.kept.clear();
 }
 
-/// An input or parameter that comes back as it is would be taken for an in-place result, and a
-/// tensor that comes twice for two results of one.
+/// Makes results different tensors: an input or parameter that is returned as it is would count as
+/// an in-place result, and a tensor that is returned twice as two results of one node.
 void separate(variable_list& outputs, const std::vector<at::Tensor>& inputs) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     at::Tensor& output = outputs[i];
@@ -271,7 +273,7 @@ void separate(variable_list& outputs, const std::vector<at::Tensor>& inputs) {
   }
 }
 
-/// 0 for inference tensors, which have none.
+/// Returns the version counters; 0 for inference tensors, which have none.
 std::vector<std::int64_t> versions_of(const variable_list& inputs) {
   std::vector<std::int64_t> versions;
   for (const auto& input : inputs) {
@@ -280,9 +282,9 @@ std::vector<std::int64_t> versions_of(const variable_list& inputs) {
   return versions;
 }
 
-/// The function runs without grad mode: a change in place would be in no history; and it would be
-/// made twice, so that the second run computes with other values than the first, whether the input
-/// requires grad or not.
+/// Requires that the function has not changed its inputs in place. It runs without grad mode, so
+/// that no history would show the change, and it would change them a second time in the
+/// recomputation.
 void require_unchanged(const Block& block, const variable_list& inputs,
                        const std::vector<std::int64_t>& before) {
   const auto now = versions_of(inputs);
@@ -294,9 +296,8 @@ void require_unchanged(const Block& block, const variable_list& inputs,
   }
 }
 
-/// A backward towards chosen tensors leaves every other gradient out; the nested backward of a
-/// recomputation knows nothing of the choice, and would leave those of all parameters on the way to
-/// the next step.
+/// A backward towards chosen tensors forms no other gradients. The nested backward of a
+/// recomputation would form those of all parameters, and leave them to the next step.
 void refuse_chosen_targets() {
   TESSERA_CHECK(torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
                 ErrorKind::kUsage,
@@ -311,7 +312,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
                                at::TensorList arguments) {
     auto saved = arguments.vec();
     context->saved_data["block"] = c10::IValue::make_capsule(block);
-    context->set_materialize_grads(false);  // a result without use gives nobody a gradient of zeros
+    context->set_materialize_grads(false);  // an unused result has no gradient, not zeros
     const at::NoGradGuard no_grad;
     auto random = fsdp::RandomState::now(block->device);
     const auto versions = versions_of(saved);
@@ -338,7 +339,8 @@ class Recompute : public torch::autograd::Function<Recompute> {
     refuse_chosen_targets();
     const auto block =
         c10::static_intrusive_pointer_cast<Block>(context->saved_data["block"].toCapsule());
-    // The outermost graph task must know the runtimes before the nested one reaches them.
+    // The outermost graph task begins the backward of each runtime before the nested one reaches
+    // it.
     for (const auto& entry : block->recorded.entries) entry->runtime->begin_backward(entry.get());
     base::refuse_double_backward();  // also where no unit is inside
     const auto inputs = inputs_of(*block, context->get_saved_variables());
@@ -352,7 +354,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
       }
     }
     if (!roots.empty()) torch::autograd::backward(roots, root_grads);
-    variable_list result{at::Tensor()};  // the block itself
+    variable_list result{at::Tensor()};  // for the block itself
     for (const auto& input : inputs) {
       result.push_back(input.requires_grad() ? input.grad() : at::Tensor());
     }
@@ -360,7 +362,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
   }
 
  private:
-  /// The inputs as leaves of the nested graph; what was kept goes back to where keep() finds it.
+  /// Returns the inputs as leaves of the nested graph, and restores the kept results for keep().
   static std::vector<at::Tensor> inputs_of(Block& block, variable_list saved) {
     block.recorded.kept.clear();
     for (std::size_t i = block.inputs; i < saved.size(); ++i) {
@@ -402,7 +404,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
   }
 };
 
-/// The function gets its inputs where they were: autograd takes no undefined ones.
+/// Restores the positions of the inputs, without the undefined ones that autograd does not take.
 void restore_places(Block& block, const std::vector<at::Tensor>& inputs) {
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].defined()) block.positions.push_back(i);
@@ -432,12 +434,12 @@ std::vector<at::Tensor> checkpoint(Run function, const std::vector<at::Tensor>& 
   block->autocast = fsdp::Autocast::now(block->device.type());
   if (std::none_of(arguments.begin(), arguments.end(),
                    [](const at::Tensor& input) { return input.requires_grad(); })) {
-    // Parameters alone would not make the node part of the graph: an empty input that requires grad
+    // Parameters alone do not make the node part of the graph; an empty input that requires grad
     // does.
     arguments.push_back(at::empty({0}, at::TensorOptions(block->device)).set_requires_grad(true));
   }
   restore_places(*block, inputs);
-  // A TensorList: in a vector the engine would not find the tensors, and cut the graph in silence.
+  // A TensorList, since the engine finds no tensors in a vector and would silently cut the graph.
   auto outputs = Recompute::apply(block, at::TensorList(arguments));
   for (const auto& output : outputs) {
     if (const auto* node = torch::autograd::impl::grad_fn_unsafe(output)) {

@@ -19,26 +19,26 @@
 namespace tessera {
 namespace {
 
-/// A tensor of the model as a dict is written from or loaded into.
+/// A tensor of the model that a dict is written from or loaded into.
 struct Target {
-  std::vector<std::string> names;          // canonical first
-  const GradContract* contract = nullptr;  // null of a buffer
-  at::Tensor values;                       // [end - begin] of a shard; a whole buffer
+  std::vector<std::string> names;          // the canonical one first
+  const GradContract* contract = nullptr;  // null for a buffer
+  at::Tensor values;                       // [end - begin] of a shard, or a whole buffer
   std::vector<std::int64_t> shape;
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  // Whether wider values are cast on the way in, as the contract says: frozen parameters that are
-  // whole on every rank.
+  // Whether wider values are cast when they are loaded, as the contract says: for frozen parameters
+  // that are whole on every rank.
   bool is_cast = false;
-  // Where the values are a part of the tensor: begin and end count its elements.
+  // Set where the values are a part of the tensor: begin and end count elements of the part.
   ParameterLayout layout = {};
   std::vector<int> coordinates = {};
-  // Of a buffer, which is kept in the dtype of a file and computes, in frozen parts, in a narrower
+  // Set for a buffer. Files have it in the storage dtype; in frozen parts it computes in a narrower
   // one.
   std::shared_ptr<const BufferContract> buffer = nullptr;
-  at::Tensor stored = {};  // its values in the dtype of a file
+  at::Tensor stored = {};  // the buffer's values in the storage dtype
 
-  /// What a dict shows, and what it has to be able to hold.
+  /// Returns the tensor that a dict contains.
   const at::Tensor& in_file() const { return buffer ? stored : values; }
 };
 
@@ -88,7 +88,7 @@ std::string refusal_of_cast(const StateTensor& entry, at::ScalarType dtype) {
   }
 }
 
-/// Empty when `entry` can be written into `target` as it is.
+/// Returns why `entry` cannot be loaded into `target`; empty where it can.
 std::string refusal_of(const Target& target, const StateTensor& entry) {
   const auto found = [&](const auto&... words) { return concat(entry.name, ": found ", words...); };
   if (!fsdp::has_values(entry.values)) {
@@ -99,7 +99,7 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
   }
   const bool whole = entry.layout == ParameterLayout();
   if (!whole && (entry.layout != target.layout || entry.coordinates != target.coordinates)) {
-    return found("a part of it (", to_string(entry.layout), "), expected this rank's own (",
+    return found("a part of it (", to_string(entry.layout), "), expected that of this rank (",
                  to_string(target.layout), "); load a full state dict");
   }
   const auto held =
@@ -113,8 +113,8 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
     return found(entry.values.numel(), " values for elements ", entry.begin, " to ", entry.end,
                  ", expected as many as elements");
   }
-  // Rows of a part may come in a shape of their own; what is whole and has another one than the
-  // tensor, as a transposed weight, would be taken in another order.
+  // Rows of a part may have a shape of their own. A whole tensor with another shape, such as a
+  // transposed weight, would be read in another order.
   const auto held_shape = whole ? entry.shape : layout::local_shape(entry.layout, entry.shape);
   if (entry.begin == 0 && entry.end == held && entry.values.dim() != 1 &&
       entry.values.sizes() != at::IntArrayRef(held_shape)) {
@@ -141,7 +141,7 @@ std::string refusal_of(const Target& target, const StateTensor& entry) {
   }
   const bool is_narrowed =
       target.buffer != nullptr && target.buffer->compute != target.buffer->storage;
-  // What it is cast to has to be able to hold them, too, though with fewer digits.
+  // The compute dtype has to hold the values, too, though with fewer digits.
   return is_narrowed ? refusal_of_cast(entry, to_scalar_type(target.buffer->compute)) : "";
 }
 
@@ -185,7 +185,7 @@ Plan plan_of(const std::vector<Target>& targets, const StateDict& entries) {
   return plan;
 }
 
-/// What stands against loading, in words; "" for nothing.
+/// Returns the reasons not to load, as text; "" for none.
 std::string objections(const Plan& plan, Strict strict) {
   std::string text;
   const auto add = [&](const std::string& more) { text += concat(text.empty() ? "" : "; ", more); };
@@ -195,7 +195,7 @@ std::string objections(const Plan& plan, Strict strict) {
   return text;
 }
 
-/// All ranks load, or none does.
+/// Makes all ranks load, or none. Collective.
 void agree(fsdp::Runtime& runtime, const Plan& plan, const std::string& mine) {
   const auto message = [](const std::string& who, const std::string& what) {
     return concat("load_state_dict", who, ": ", what,
@@ -222,7 +222,7 @@ void agree(fsdp::Runtime& runtime, const Plan& plan, const std::string& mine) {
   }
 }
 
-/// The entry's elements that the target is, flat.
+/// Returns the target's elements of the entry, flat.
 at::Tensor part_for(const Target& target, const StateTensor& entry) {
   if (!is_sharded(target.layout) || entry.layout == target.layout) {
     return entry.values.reshape(-1).narrow(0, target.begin - entry.begin,
@@ -232,7 +232,7 @@ at::Tensor part_for(const Target& target, const StateTensor& entry) {
       .narrow(0, target.begin, target.end - target.begin);
 }
 
-/// Into the module's own tensor, all digits; the cast follows.
+/// Loads the values into the module's tensor, in full precision; the cast comes later.
 void load(const Target& target, const StateTensor& entry) {
   auto values = target.values;  // not const: copy_ writes through it
   if (values.scalar_type() != target.in_file().scalar_type()) {
@@ -241,15 +241,15 @@ void load(const Target& target, const StateTensor& entry) {
   values.copy_(part_for(target, entry).reshape(values.sizes()));
 }
 
-/// What is read from memory that is loaded into, such as layers that change places in the model's
-/// own kSharded state, is copied before anything is overwritten.
+/// Copies sources whose memory is loaded into, before anything is overwritten: such as layers that
+/// swap places in the model's own kSharded state.
 std::vector<StateTensor> own_copies(const std::vector<Target>& targets, Plan& plan) {
   std::set<const void*> written;
   for (const auto& target : targets) {
     if (target.values.numel() > 0) written.insert(target.values.storage().data());
   }
   std::vector<StateTensor> copies;
-  copies.reserve(targets.size());  // pointers to them stay
+  copies.reserve(targets.size());  // keeps pointers to them valid
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const auto* entry = plan.sources[i];
     if (entry == nullptr || entry->values.numel() == 0) continue;
@@ -262,7 +262,7 @@ std::vector<StateTensor> own_copies(const std::vector<Target>& targets, Plan& pl
   return copies;
 }
 
-/// A unit has values once all of its parameters were loaded.
+/// Marks units of which all parameters were loaded as having values.
 void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, const Plan& plan) {
   std::set<const GradContract*> missing;
   for (std::size_t i = 0; i < targets.size(); ++i) {

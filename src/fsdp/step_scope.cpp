@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// The runtime lives as long as the scope, which it does not own.
+/// Keeps the runtime alive as long as the scope, which the runtime does not own.
 struct StepScope::Impl {
   std::shared_ptr<fsdp::Runtime> runtime;
   std::shared_ptr<fsdp::OpenStep> step;
@@ -27,7 +27,7 @@ StepScope::~StepScope() {
   try {
     impl_->runtime->give_up(*impl_->step);
   } catch (const std::exception&) {
-    // Telling the others failed too; the exception under way says why.
+    // The abort failed too; the exception under way tells the reason.
   }
 }
 

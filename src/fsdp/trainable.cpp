@@ -1,5 +1,5 @@
-// set_trainable, step by step: what changes, whether all ranks mean the same, then unit by unit the
-// new layout and what moves.
+// set_trainable, step by step: resolves the changes, checks that all ranks make the same ones, then
+// lays out unit by unit and moves the values.
 #include "tessera/trainable.h"
 
 #include <ATen/ATen.h>
@@ -25,26 +25,26 @@
 
 namespace tessera::fsdp {
 
-// Relayout: a unit's parameters in the buckets that their changed contracts ask for, and the bytes
-// on their way there. First every rank lays the unit out anew (no communication), then what lay
-// elsewhere travels in one batch among the ranks of a shard group; replicas do the same among
-// themselves. What is sent follows from the two plans, which all ranks know.
+// Relayout puts a unit's parameters into the buckets of their changed contracts, and moves their
+// bytes there. First every rank lays the unit out again, without communication. Then the ranges
+// that were on other ranks are sent in one batch among the ranks of a shard group; replicas do the
+// same among themselves. The two plans, which all ranks know, decide what is sent.
 
-/// A parameter whose elements lie elsewhere than before.
+/// A parameter whose elements have moved.
 struct Rebucketed {
   Parameter* parameter = nullptr;
-  AxesGroups on;                    ///< the ranks that share it
-  std::vector<layout::Move> moves;  ///< between them
-  layout::Range before, after;      ///< what this rank held and holds
-  std::uint32_t old_version = 0;    ///< of the shard, which has a new one now
+  AxesGroups on;                    ///< the groups of the ranks that share it
+  std::vector<layout::Move> moves;  ///< between these ranks
+  layout::Range before, after;      ///< this rank's elements before and now
+  std::uint32_t old_version = 0;    ///< version of the shard before; it has another one now
   at::Tensor old_shard;             ///< [before]; the new one is parameter->shard, [after], zeros
 };
 
-/// Values over the elements of one rebucketed parameter.
+/// Values to move, one for each element of a rebucketed parameter.
 struct Carried {
   const Rebucketed* parameter = nullptr;
   at::Tensor from;  ///< [before]
-  at::Tensor to;    ///< [after]; other dtypes are converted
+  at::Tensor to;    ///< [after]; may have another dtype
 };
 
 namespace {
@@ -61,7 +61,7 @@ std::vector<layout::Range> holdings(const layout::BucketPlan& plan, const layout
 
 Rebucketed rebucketed(Unit& unit, Parameter& parameter, const layout::BucketPlan& plan,
                       const layout::Placed& placed) {
-  // Also of what is whole on every rank now: it may be shared out later.
+  // Also for parameters that are whole on every rank now: they may be sharded later.
   const auto on = unit.runtime().groups().of({.reductions = parameter.contract.reductions});
   const auto before = holdings(unit.bucket_of(parameter).plan(), parameter.placed(), on);
   const auto after = holdings(plan, placed, on);
@@ -75,10 +75,10 @@ Rebucketed rebucketed(Unit& unit, Parameter& parameter, const layout::BucketPlan
           .old_shard = parameter.shard.variable_data()};
 }
 
-/// The parameter's tensors show its place in `bucket`.
+/// Makes the parameter's tensors show its place in `bucket`.
 void show(Parameter& parameter, const Bucket& bucket, const layout::Placed& placed) {
   const bool trainable = parameter.contract.trainable;
-  // Off, so that the data may change its dtype.
+  // Without requires_grad the data may change its dtype.
   parameter.shard.set_requires_grad(false);
   parameter.shard.set_data(bucket.shard_of(placed));
   parameter.shard.unsafeGetTensorImpl()->bump_version();
@@ -92,8 +92,8 @@ void show(Parameter& parameter, const Bucket& bucket, const layout::Placed& plac
   }
 }
 
-/// Gives the unit the buckets that its parameters' contracts name now. It must be released, without
-/// gradients under way.
+/// Gives the unit the buckets that its parameters' contracts name now. The unit must be sharded and
+/// without gradients under way.
 std::vector<Rebucketed> rebucket(Unit& unit) {
   std::vector<layout::PlanItem> items;
   for (const auto& parameter : unit.parameters()) items.push_back(plan_item(parameter->contract));
@@ -176,7 +176,7 @@ struct Exchange {
 void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) {
   std::vector<Exchange> exchanges;
   std::vector<std::pair<comm::Group*, comm::Batch>> batches;  // in the plan's order
-  const comm::Label label{comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id(),
+  const comm::Label label{comm::Kind::kAllToAll, unit.shown_name() + " (laid out again)", unit.id(),
                           0, runtime.model_name()};
   for (const auto& one : all) {
     exchanges.emplace_back(one);
@@ -196,7 +196,7 @@ void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) 
 namespace tessera {
 namespace {
 
-/// A parameter and what it becomes.
+/// A parameter and its new contract.
 struct Changed {
   fsdp::Parameter* parameter;
   GradContract contract;
@@ -224,7 +224,7 @@ bool is_asked_for(const GradContract& contract, FrozenRule asked) {
   return !contract.trainable && contract.frozen_as == frozen_as;
 }
 
-/// The contract that an optimizer's item is of.
+/// Returns the contract of an optimizer's item.
 constexpr auto contract_of = [](const auto& item) { return item.view.contract; };
 
 }  // namespace
@@ -235,13 +235,13 @@ void Optimizer::Inside::carry_state(const std::vector<fsdp::Rebucketed>& rebucke
     const auto found = std::ranges::find(items_, &moved.parameter->contract, contract_of);
     if (found == items_.end()) continue;
     auto& item = *found;
-    // A shard that was written has no remainder; other ranks must not join the old one again.
+    // The remainder of a shard that was written to is invalid; other ranks must not use it either.
     const bool changed = item.has_state && was_changed(item, moved.old_version);
     if (changed && item.master.defined() && item.master.scalar_type() == at::kShort) {
       item.master.zero_();
     }
     const auto renew = [&](at::Tensor& kept) {
-      if (!kept.defined() || kept.dim() != 1) return;  // a number of the whole parameter
+      if (!kept.defined() || kept.dim() != 1) return;  // a number for the whole parameter
       auto next = at::empty({moved.after.size()}, kept.options());
       carried.push_back({&moved, std::exchange(kept, next), next});
     };
@@ -275,7 +275,7 @@ std::string Optimizer::Inside::summary() const {
                 " with state\n");
 }
 
-/// What set_trainable() works on: a model between steps and those who follow it.
+/// Changes a model between steps, and the optimizers that follow it.
 class TrainableChanger {
  public:
   TrainableChanger(ShardedBase& model, const std::vector<Optimizer*>& follow)
@@ -297,7 +297,7 @@ class TrainableChanger {
     }
   }
 
-  /// Errors: kContract; nothing has changed then.
+  /// Resolves the new contracts, without changing anything. Errors: kContract.
   void resolve(const std::vector<TrainableChange>& changes) {
     const auto rules = rules_of(changes);
     grad::RuleBook book(rules, "set_trainable, change");
@@ -350,7 +350,7 @@ class TrainableChanger {
     for (const auto& inner : handle.inner_) ask(*inner.handle, book);
   }
 
-  /// Of values of this rank that a narrower copy cannot hold; "" for none.
+  /// Returns a message about values of this rank that a narrower copy cannot hold; "" for none.
   std::string what_does_not_fit() const {
     for (const auto& [parameter, next] : changed_) {
       const auto compute = next.compute.dtype;
@@ -381,7 +381,7 @@ class TrainableChanger {
   fsdp::Runtime& runtime_;
   const std::vector<Optimizer*>& followers_;
   std::vector<Changed> changed_;
-  std::vector<GradContract> now_;  // of all parameters
+  std::vector<GradContract> now_;  // the new contracts of all parameters
 };
 
 void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& changes,
