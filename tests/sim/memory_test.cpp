@@ -39,19 +39,19 @@ TEST(Memory, ABlockBelongsToTheCurrentDeviceAndStream) {
 // nothing that is launched waits for anything.
 TEST(Memory, RecordedStreamsHoldABlockBackAndOrderNothing) {
   const c10::Stream other = new_stream(0);
-  const at::Tensor paired = at::zeros({8}, on(0));
+  const at::Tensor neighbour = at::zeros({8}, on(0));
   wait_for(other, current(0));
   at::Tensor block = at::ones({777}, on(0));
   const void* address = block.const_data_ptr();
   wait_for(other, current(0));
   run_on(other, [&] {
     block.sum();
-    paired.fill_(1);
+    neighbour.fill_(1);
   });
   block.record_stream(other);
   block = at::Tensor();
   EXPECT_NE(at::ones({777}, on(0)).const_data_ptr(), address);
-  EXPECT_NE(race_of([&] { paired.add_(1); }), "") << "recording is no event";
+  EXPECT_NE(race_of([&] { neighbour.add_(1); }), "") << "recording is no event";
   guard().synchronizeStream(other);
   const at::Tensor one = at::ones({777}, on(0)), two = at::ones({777}, on(0));
   EXPECT_TRUE(one.const_data_ptr() == address || two.const_data_ptr() == address);

@@ -242,9 +242,9 @@ TEST(StepOnADevice, AGroupedProductIsGoneBeforeItsRowsGradientIsMade) {
       const std::int64_t before = live_bytes(world.device().index());
       y.backward(grad);
       if (step == 0) continue;  // the pool has its blocks, and the sum is there
-      const std::int64_t paired = peak_bytes(world.device().index()) - before;
-      EXPECT_GE(paired, kBytes);
-      EXPECT_LT(paired, kBytes + kBytes / 2);
+      const std::int64_t rest = peak_bytes(world.device().index()) - before;
+      EXPECT_GE(rest, kBytes);
+      EXPECT_LT(rest, kBytes + kBytes / 2);
     }
   });
 }

@@ -357,7 +357,7 @@ TEST(RegionBlocks, ABudgetCountsIdleOnesWhereItCan) {
   planning.replays = true;
   planning.profile = profile_of(kNone);
   const auto units = fsdp::units_of(4);
-  ForwardActivations activations{.paired = 0, .after = 0, .units = {}};
+  ForwardActivations activations{.outside = 0, .after = 0, .units = {}};
   for (const auto* unit : {"layer 1", "layer 2", "layer 3"}) {
     activations.units.push_back({unit, 100, 100, 100, 100, 100});
   }

@@ -32,7 +32,7 @@ PlanProblem problem_of(const std::vector<Layer>& layers, std::optional<std::int6
   std::vector<bool> resharded{false};
   problem.units = fsdp::units_of(1 + layers.size());
   problem.units[0].bytes = 10;
-  ForwardActivations activations{.paired = 5, .after = 0, .units = {}};
+  ForwardActivations activations{.outside = 5, .after = 0, .units = {}};
   problem.profile.units.push_back({.name = problem.units[0].name, .gather_ms = 0.0});
   for (std::size_t i = 0; i < layers.size(); ++i) {
     auto& unit = problem.units[i + 1];
@@ -240,7 +240,7 @@ TEST(RecomputePass, DrawnProblemsStayWithinTheirBudgets) {
     problem.eager =
         eager_choices(problem.record, resharded, fsdp::ReduceAt::kLastBackward, problem.order);
     ForwardActivations activations;
-    activations.paired = static_cast<std::int64_t>(draw.below(20));
+    activations.outside = static_cast<std::int64_t>(draw.below(20));
     activations.after = static_cast<std::int64_t>(draw.below(50));
     for (std::size_t i = 0; i < count; ++i) {
       auto& unit = problem.units[i];

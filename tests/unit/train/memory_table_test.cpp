@@ -142,13 +142,13 @@ class Rank {
     inputs.input_ids = tokens;
     inputs.targets = tokens.clone();
     if (spec_.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
-    const auto paired = [&] { return runtime().pool()->total_bytes(); };
+    const auto outside = [&] { return runtime().pool()->total_bytes(); };
     // A rank that is still in the last exchange of the in-process backend holds what others sent.
     world_.group().barrier("before a forward");
-    const std::int64_t before = counted_.now() - paired();
+    const std::int64_t before = counted_.now() - outside();
     auto output = model_->call(&models::LanguageModel::forward_routed, inputs);
     world_.group().barrier("after a forward");
-    found_.kept = counted_.now() - paired() - before;
+    found_.kept = counted_.now() - outside() - before;
     found_.kept -= static_cast<std::int64_t>(output.result.nbytes());
     for (models::RouterLoad& load : output.loads) {
       found_.kept -= static_cast<std::int64_t>(load.counts.nbytes());

@@ -402,7 +402,7 @@ TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
       rank.model().zero_grad();
       const auto found = rank.activations_of_step();
       const auto modes = by_unit(units, layers);
-      std::int64_t kept = of_units.paired + of_units.after;
+      std::int64_t kept = of_units.outside + of_units.after;
       for (std::size_t unit = 0; unit < modes.size(); ++unit) {
         kept += of_units.units[unit].kept(modes[unit]);
       }
@@ -447,7 +447,7 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
     on_ranks(c.ranks, [&](World& world) {
       Rank eager(config, known, world, kPositions);
       eager.settle(3);
-      const auto paired = eager.peak_of_step();
+      const auto measured = eager.peak_of_step();
       const auto expected = eager.gradients();
 
       Rank rank(config, known, world, kPositions);
@@ -483,7 +483,7 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
       std::int64_t in_use = 0;
       for (const auto& unit : problem.blocks) in_use += unit.entries;
       const auto idle = *blocks - (mode == RecomputeMode::kNone ? in_use : 0);
-      EXPECT_LE(static_cast<double>(peak.all), 1.01 * static_cast<double>(paired.all + idle));
+      EXPECT_LE(static_cast<double>(peak.all), 1.01 * static_cast<double>(measured.all + idle));
       for (const auto& [name, gradient] : rank.gradients()) {
         EXPECT_TRUE(gradient.equal(expected.at(name))) << name;
       }
