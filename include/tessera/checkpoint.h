@@ -1,10 +1,10 @@
-// Checkpoints of one's own sharded modules, in the trainer's format (docs/checkpoint.md), written
-// and read by the code that the trainer uses.
+// Checkpoints of custom sharded modules, in the trainer's format (docs/checkpoint.md), written and
+// read by the code that the trainer uses.
 //
-// Each rank writes its shards and what the optimizer keeps of them, so nothing is gathered, and any
-// number of ranks with any layout loads them, bit for bit. A checkpoint is complete when its folder
-// has its final name, or it is not there: a crash at any moment leaves those before it. For a file
-// format of one's own: state_dict.h. Next: optim.h.
+// Each rank writes its shards and their optimizer state, so nothing is gathered, and any number of
+// ranks with any layout loads them, bit for bit. A checkpoint is complete once its folder has its
+// final name: a crash at any moment leaves the earlier ones intact. A program with a file format of
+// its own reads state_dict.h. Next: optim.h.
 //
 //   save_checkpoint(model, *optimizer, "run/checkpoint", step, {.user = {{"epoch", epoch}}});
 //   ...
@@ -24,51 +24,54 @@
 
 namespace tessera {
 
+/// Options of save_checkpoint().
 struct SaveOptions {
-  CheckpointValues user = {};
-  const GradScaler* scaler = nullptr;  ///< its scale is saved with the rest
-  std::int64_t keep_latest_k = 0;      ///< older ones are removed; 0 = all stay
-  /// config.json of the checkpoint: with that of a family whose names the module has, `tessera
-  /// generate` and `tessera convert` read it.
+  CheckpointValues user = {};          ///< values of the program, which a load returns
+  const GradScaler* scaler = nullptr;  ///< its scale is saved too; null: none
+  std::int64_t keep_latest_k = 0;      ///< number of checkpoints that stay; 0 = all
+  /// The checkpoint's config.json. `tessera generate` and `tessera convert` read the checkpoint
+  /// where this is the config of a model family whose parameter names the module has.
   std::string config_json = "{}";
 };
 
-/// Writes FOLDER/step-N, then FOLDER/latest, and waits until both are on disk. Saved are all
-/// parameters, frozen ones too, buffers, and what the optimizer keeps; not its learning rate, betas
-/// and the like, and no gradient. `step` is the number of steps that are done, those that a scaler
-/// left out included. Ranks share `folder`, which one program at a time writes to; step-N is
-/// replaced where it is there. Memory: one copy of this rank's shards and optimizer state while it
-/// is written. Collective, between steps. Errors, on all ranks alike: kUsage for an optimizer of
-/// another model, a step below the updates that were made, a folder, step or options that are not the
-/// same on every rank; kFormat for a config_json that is no JSON object; kIo naming the file, after
-/// which the earlier checkpoints are as they were.
+/// Writes FOLDER/step-N, then FOLDER/latest, and waits until both are on disk. It saves parameters
+/// (frozen ones too), buffers and the optimizer's state; it saves no hyperparameter of the
+/// optimizer and no gradient. `step` is the number of finished steps, including those that a scaler
+/// skipped. Ranks share `folder`, and one program at a time writes to it; an existing step-N is
+/// replaced. Memory: one copy of this rank's shards and optimizer state during the write.
+/// Collective, between steps. Errors, on all ranks alike: kUsage for an optimizer of another model,
+/// for a step below the number of updates, and for a folder, step or options that differ between
+/// ranks; kFormat for a config_json that is no JSON object; kIo naming the file, which leaves the
+/// earlier checkpoints as they were.
 void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
                      const std::string& folder, std::int64_t step, const SaveOptions& options = {});
 
-/// What was saved beside tensors.
+/// The values that a checkpoint holds in addition to tensors.
 struct LoadedCheckpoint {
-  std::string path;             ///< of step-N
-  std::int64_t step = 0;        ///< the next one is the first to do
-  std::int64_t world_size = 0;  ///< ranks that wrote it
-  CheckpointValues user;
+  std::string path;             ///< the folder step-N
+  std::int64_t step = 0;        ///< number of finished steps; training continues with the next one
+  std::int64_t world_size = 0;  ///< number of ranks that wrote it
+  CheckpointValues user;        ///< SaveOptions::user
 };
 
-/// Whether `folder` holds one for load_checkpoint(): what rank 0 sees. Collective. Errors, on all
-/// ranks alike: kIo; kFormat for a `latest` that names none, or one that is not whole.
+/// Returns whether `folder` holds a checkpoint for load_checkpoint(), as rank 0 sees it.
+/// Collective. Errors, on all ranks alike: kIo; kFormat for a `latest` that names no checkpoint or
+/// an incomplete one.
 bool has_checkpoint(World& world, const std::string& folder);
 
 /// Fills shards, buffers and optimizer state from FOLDER/latest, or from `folder` where that is a
-/// step-N itself; each rank reads the elements that it owns, and every file is verified by one
-/// rank. It may be a checkpoint of the trainer's where its tensors have the names of the module.
-/// Parameters may be without storage before. A parameter without state (frozen until now, or never
-/// updated) begins anew, and rank 0 warns of it. Where the checkpoint has a loss scale `scaler`
-/// goes on at it. Collective, between steps. Errors, on all ranks alike: kUsage for an optimizer of
-/// another model, while a forward waits for its backward; kIo where there is none, kFormat naming
-/// the file or tensor that is missing, unknown, altered, or has another shape or dtype; kConfig for
-/// the state of another kind of optimizer, a scale below the scaler's min_scale, and for adapters
-/// alone. Nothing has changed after those that names, shapes, dtypes, kinds and the scale give;
-/// after one in the files' bytes the model holds nothing of use. The optimizer's state is in memory
-/// once: of each parameter what was kept goes before what comes is made.
+/// step-N itself. Each rank reads the elements that it owns, and one rank verifies each file. A
+/// checkpoint of the trainer loads too where its tensors have the names of the module. Parameters
+/// need no storage before the call. A parameter that has no state in the checkpoint (it was frozen,
+/// or never updated) starts without state, and rank 0 warns of it. `scaler` takes the loss scale
+/// that the checkpoint holds. Memory: the optimizer's state exists once, since the old state of
+/// each parameter is freed before the new one is allocated. Collective, between steps. Errors, on
+/// all ranks alike: kUsage for an optimizer of another model, and while a forward waits for its
+/// backward; kIo where there is no checkpoint; kFormat naming the file or tensor that is missing,
+/// unknown, altered, or of another shape or dtype; kConfig for the state of another kind of
+/// optimizer, for a scale below the scaler's min_scale, and for a checkpoint of adapters alone. An
+/// error about names, shapes, dtypes, kinds or the scale leaves everything unchanged; after an
+/// error about the bytes of a file the model holds no usable values.
 LoadedCheckpoint load_checkpoint(ShardedBase& model, Optimizer& optimizer,
                                  const std::string& folder, GradScaler* scaler = nullptr);
 

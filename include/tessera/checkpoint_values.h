@@ -1,5 +1,5 @@
-// What a program keeps in a checkpoint beside its tensors: names and values of its own, such as
-// "epoch" or a path. No torch in this header. Next: checkpoint.h.
+// CheckpointValues: names and values of the program that a checkpoint keeps in addition to tensors,
+// such as "epoch" or a path. No torch in this header. Next: checkpoint.h.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace tessera {
 
-/// Names are not empty; names and texts are UTF-8, together at most 1 MiB.
+/// Integers and texts by name. Names are not empty; names and texts are UTF-8, together at most
+/// 1 MiB.
 using CheckpointValues =
     std::map<std::string, std::variant<std::int64_t, std::string>, std::less<>>;
 

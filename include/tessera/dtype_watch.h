@@ -1,11 +1,11 @@
-// DtypeWatch: which operations of a forward leave the dtype that their unit computes in.
+// DtypeWatch: finds the operations of a forward that leave the compute dtype of their unit.
 //
-// One float32 buffer, parameter or constant that meets bfloat16 activations makes float32 of all
-// that follows, at twice the memory and with other numbers, and nothing says so. While a watch is
-// alive, each operation that this thread calls inside a unit is looked at. It is not a profiler,
-// and nothing is looked at while there is none. Operations that compute wider on purpose (a norm's
-// mean, a softmax) stand in a WideScope (wide_scope.h). Kernels without an operator of their own
-// are not seen; what they return is. Next: model_contract.h for UnitContract::activation.
+// One float32 buffer, parameter or constant that meets bfloat16 activations silently promotes all
+// later activations to float32, with twice the memory and other numbers. While a watch is alive, it
+// checks each operation that this thread calls inside a unit; without a watch nothing is checked.
+// It is not a profiler. Operations that compute wider on purpose (a norm's mean, a softmax) stand
+// in a WideScope (wide_scope.h). The watch does not see kernels without an operator of their own,
+// but it sees their results. Next: model_contract.h for UnitContract::activation.
 #pragma once
 
 #include <cstdint>
@@ -20,31 +20,32 @@ namespace tessera {
 
 /// Operations of one unit that gave another dtype for the same reason.
 struct DtypeFinding {
-  std::string unit;   ///< its name, "(root)" for the outermost
+  std::string unit;   ///< name of the unit, "(root)" for the outermost
   std::string op;     ///< "aten::mul"
-  DType expected;     ///< the unit's activation
-  std::string found;  ///< "Float"
-  /// "buffer layers.0.scale", "parameter w", "input 0 of unit layers.0", "a tensor that aten::ones
-  /// made in unit layers.0", "the operation itself" (a cast)...; of all that follows from a result,
-  /// what made that.
+  DType expected;     ///< UnitContract::activation
+  std::string found;  ///< dtype of the result: "Float"
+  /// The tensor that brought the other dtype: "buffer layers.0.scale", "parameter w", "input 0 of
+  /// unit layers.0", "a tensor that aten::ones made in unit layers.0", or "the operation itself" (a
+  /// cast). Where the tensor follows from an earlier finding, the cause of that one.
   std::string cause;
-  std::int64_t count = 0;
+  std::int64_t count = 0;  ///< number of such operations
   bool operator==(const DtypeFinding&) const = default;
 };
 
-/// One line each.
+/// Prints one line for each finding.
 std::string to_string(const std::vector<DtypeFinding>& findings);
 
-/// Looks at the forwards of `model` on this thread while it lives, in units whose activation is
-/// known. One a thread and a model at a time.
+/// Watches the forwards of `model` on this thread while it lives, in units with a known activation
+/// dtype. A thread has one watch at a time, and so has a model.
 class DtypeWatch {
  public:
+  /// Starts to watch. `model` is the outermost handle and outlives the watch.
   explicit DtypeWatch(const ShardedBase& model);
   ~DtypeWatch();
   DtypeWatch(const DtypeWatch&) = delete;
   DtypeWatch& operator=(const DtypeWatch&) = delete;
 
-  /// In the order in which they were first met.
+  /// Returns the findings so far, in the order in which they were first met.
   std::vector<DtypeFinding> findings() const;
 
   class Observer;

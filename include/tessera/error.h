@@ -1,8 +1,8 @@
 // Errors of the library: one exception type with a kind, and the two checks that throw it.
 //
-// A message reads "what: found X, expected Y (parameter p, axis a, rank r); do Z". TESSERA_CHECK is
-// for what a user can cause, TESSERA_INVARIANT for mistakes of our own (it throws kInternal).
-// Next: dtype.h.
+// A message reads "what: found X, expected Y (parameter p, axis a, rank r); do Z". TESSERA_CHECK
+// tests conditions that a user can break, TESSERA_INVARIANT those that only a bug in Tessera
+// breaks. Next: dtype.h.
 #pragma once
 
 #include <initializer_list>
@@ -14,6 +14,7 @@
 
 namespace tessera {
 
+/// What went wrong, for a program that handles errors by kind.
 enum class ErrorKind {
   kUsage,     ///< wrong command line or wrong call of the library
   kConfig,    ///< a config key or value
@@ -25,12 +26,15 @@ enum class ErrorKind {
   kInternal,  ///< a bug in Tessera
 };
 
-/// "usage", "config", ... as printed in front of messages.
+/// Returns "usage", "config", ... as printed in front of messages.
 std::string_view to_string(ErrorKind kind);
 
+/// The exception that every call of the library throws; what() has the message.
 class Error : public std::runtime_error {
  public:
+  /// Makes an error; programs throw it by TESSERA_CHECK.
   Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
+  /// Returns the kind.
   ErrorKind kind() const noexcept { return kind_; }
 
  private:
@@ -76,7 +80,7 @@ template <class... Args>
 
 }  // namespace detail
 
-/// All arguments streamed one after the other.
+/// Returns all arguments as text, streamed one after the other.
 template <class... Args>
 std::string concat(const Args&... args) {
   return detail::joined({detail::Part(args)...});
@@ -84,14 +88,16 @@ std::string concat(const Args&... args) {
 
 }  // namespace tessera
 
-/// TESSERA_CHECK(condition, ErrorKind::kX, parts of the message...)
+/// Throws Error of the given kind unless the condition holds: TESSERA_CHECK(condition,
+/// ErrorKind::kX, parts of the message...).
 #define TESSERA_CHECK(condition, kind, ...)         \
   do {                                              \
     if (!(condition)) [[unlikely]]                  \
       ::tessera::detail::fail((kind), __VA_ARGS__); \
   } while (false)
 
-/// TESSERA_INVARIANT(condition, parts of the message...)
+/// Throws Error of kInternal unless the condition holds: TESSERA_INVARIANT(condition, parts of the
+/// message...).
 #define TESSERA_INVARIANT(condition, ...)                                             \
   do {                                                                                \
     if (!(condition)) [[unlikely]]                                                    \

@@ -1,6 +1,5 @@
-// What a module's forward takes and returns, as a type: a handle has the same forward.
-//
-// Next: shard.h.
+// ForwardSignature: the parameters and the result of a module's forward, as a type; a handle has
+// the same forward. Next: shard.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,10 +42,13 @@ struct ForwardSignature {
                 "fully_shard: expected a module with one public forward. Where it is overloaded or "
                 "a template, say which one is meant, before fully_shard: template <> struct "
                 "tessera::ForwardSignature<MyImpl> { using type = at::Tensor(at::Tensor); };");
+  /// R(Args...) of M::forward.
   using type = typename detail::DeducedForward<M>::type;
 };
+/// A Sequential takes and returns one tensor.
 template <>
 struct ForwardSignature<torch::nn::SequentialImpl> {
+  /// Tensor to tensor.
   using type = at::Tensor(at::Tensor);
 };
 

@@ -1,6 +1,5 @@
-// keep(): what a selective checkpoint around a layer hands out again instead of computing it anew.
-//
-// Next: recompute.h.
+// keep(): marks a result that a selective checkpoint keeps instead of recomputing. Next:
+// recompute.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,10 +7,10 @@
 
 namespace tessera {
 
-/// compute(), of those sizes. A selective checkpoint around it keeps the result, and hands it out
-/// instead of computing it again. No gradient goes through it: call it in the forward of a
-/// torch::autograd::Function that has a backward for what it computes.
-/// Errors: kUsage under grad mode, or where the second run asks for other results than the first.
+/// Returns compute(), a tensor of shape `sizes`. A selective checkpoint around the call keeps the
+/// result, and its second run returns that instead of calling `compute` again. The call has no
+/// gradient: make it in the forward of a torch::autograd::Function whose backward covers it.
+/// Errors: kUsage under grad mode, and where the second run asks for other results than the first.
 at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute);
 
 }  // namespace tessera

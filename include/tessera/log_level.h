@@ -1,12 +1,13 @@
-// The library says nothing on stderr while it works, until a program asks for it.
+// set_log_level(): the messages that the library prints on stderr, by default none.
 //
-// This is about messages that no call returns, such as that a checkpoint is complete or why a unit
-// stays eager. Errors are exceptions, and a process that ends because of another rank prints the
-// reason in any case (world.h). Next: error.h.
+// These messages are facts that no call returns, such as that a checkpoint is complete or why a
+// unit stays eager. Errors are exceptions, and a process that ends because of another rank prints
+// the reason in any case (world.h). Next: error.h.
 #pragma once
 
 namespace tessera {
 
+/// The least level of a printed message.
 enum class LogLevel {
   kInfo,   ///< every line
   kWarn,   ///< warnings and errors
@@ -14,8 +15,8 @@ enum class LogLevel {
   kNone,   ///< no line
 };
 
-/// Prints lines of `level` and above on stderr from now on, in the whole process; kNone until this
-/// is called. Threads: any.
+/// Sets the level from which messages are printed on stderr, for the whole process. The default is
+/// kNone. Threads: any.
 void set_log_level(LogLevel level);
 
 }  // namespace tessera

@@ -1,61 +1,65 @@
-// LossScale: what a float16 loss is multiplied by, step by step. A value: it communicates nothing
-// and knows no model. Pure.
+// LossScale: the factor of a float16 loss, step by step. A value: it communicates nothing and knows
+// no model. Pure.
 //
-// The rule is that of torch.amp.GradScaler; two things differ. Factors are powers of two, so that
-// scaling rounds nothing. A scale has a floor: below it a run would leave out every step for ever.
-// Next: grad_scaler.h, which applies it to a model.
+// The rule is that of torch.amp.GradScaler, with two differences. Factors are powers of two, so
+// that scaling rounds nothing. The scale has a minimum, below which a run would skip every step for
+// ever. Next: grad_scaler.h, which applies it to a model.
 #pragma once
 
 #include <cstdint>
 
 namespace tessera {
 
-/// All but growth_interval are powers of two.
+/// Options of the scale; all but growth_interval are powers of two.
 struct GradScalerOptions {
-  double init_scale = 65536.0;
+  double init_scale = 65536.0;          ///< the scale of the first step
   double growth_factor = 2.0;           ///< at least 1; 1 = never grows
   double backoff_factor = 0.5;          ///< below 1
   std::int64_t growth_interval = 2000;  ///< finite steps in a row before the scale grows
-  double min_scale = 1.0;
+  double min_scale = 1.0;               ///< the least scale
   bool operator==(const GradScalerOptions&) const = default;
 };
 
-/// Errors: kConfig naming the option, as grad_scaler.NAME.
+/// Checks options. Errors: kConfig naming the option, as grad_scaler.NAME.
 void validate(const GradScalerOptions& options);
 
-/// Where a run stands: all that a checkpoint has to hold.
+/// The state of a scale, as a checkpoint holds it.
 struct LossScaleState {
-  /// No run has as many steps; a state that says so is refused.
+  /// The bound of both counts; a state beyond it is refused.
   static constexpr std::int64_t kMaxSteps = std::int64_t{1} << 62;
 
-  /// Counts that a run can have had, and go on from.
+  /// Returns whether both counts are those of a possible run.
   bool has_possible_counts() const;
 
-  double scale = 1.0;
+  double scale = 1.0;              ///< the scale
   std::int64_t good_steps = 0;     ///< finite steps in a row, since the scale last changed
-  std::int64_t skipped_steps = 0;  ///< left out so far
+  std::int64_t skipped_steps = 0;  ///< steps that were not finite, in the whole run
   bool operator==(const LossScaleState&) const = default;
 };
 
-/// A scale is a power of two that float32 holds: quotients by it are exact.
+/// Returns whether `scale` is a power of two that float32 holds, so that quotients by it are exact.
 bool is_loss_scale(double scale);
 
+/// The rule by which the scale moves.
 class LossScale {
  public:
-  /// Errors: as validate().
+  /// Starts at init_scale. Errors: as validate().
   explicit LossScale(const GradScalerOptions& options);
 
+  /// Returns the scale.
   double value() const { return state_.scale; }
+  /// Returns the state for a checkpoint.
   const LossScaleState& state() const { return state_; }
-  /// Errors: kConfig for a scale that is none, or is below the smallest; for negative counts.
+  /// Continues from a state. Errors: kConfig for a scale that is_loss_scale() refuses or that is
+  /// below min_scale, and for negative counts.
   void restore(const LossScaleState& state);
 
-  /// Whether a step that is not finite still has a smaller scale to go to.
+  /// Returns whether the scale is above its minimum.
   bool can_shrink() const;
-  /// The gradients were finite: good_steps + 1, and growth where they are enough. A scale that
-  /// float32 does not hold is not grown to.
+  /// Counts a step with finite gradients, and grows the scale after growth_interval of them. The
+  /// scale does not grow beyond what float32 holds.
   void step_was_finite();
-  /// They were not, and the step is left out. can_shrink() was true.
+  /// Counts a skipped step and shrinks the scale; can_shrink() was true.
   void step_was_skipped();
 
  private:

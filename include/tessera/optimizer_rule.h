@@ -1,7 +1,7 @@
-// OptimizerRule: how the parameters that a pattern matches are stepped otherwise than the rest.
+// OptimizerRule: optimizer settings for the parameters that a pattern matches.
 //
-// A value of names alone, as the rules of precision.h; what becomes of it an optimizer decides when
-// it is made. Pure. Next: optim.h.
+// A value of names alone, like the rules of precision.h; an optimizer applies it when it is made.
+// Pure. Next: optim.h.
 #pragma once
 
 #include <optional>
@@ -12,14 +12,14 @@ namespace tessera {
 
 /// One `[[optimizer.rule]]`. The last rule that matches a parameter and has a field decides it.
 struct OptimizerRule {
-  /// As PrecisionRule::match; each pattern must match a parameter, which may be frozen.
+  /// Patterns as PrecisionRule::match; each must match a parameter, which may be frozen.
   std::vector<std::string> match;
   /// Multiplies the learning rate of the step; at least 0.
   std::optional<double> lr_scale = std::nullopt;
   /// Replaces the optimizer's weight decay, also over no_decay.
   std::optional<double> weight_decay = std::nullopt;
-  /// Muon in the trainer, for weights that its models declare as fused (gate and up of experts):
-  /// false = such a weight is stepped as the one matrix that it is stored as. Absent: true.
+  /// Whether the trainer's Muon splits weights that a model declares as fused (gate and up of
+  /// experts); false = it steps such a weight as the one matrix that it is stored as. none = true.
   std::optional<bool> split_fused = std::nullopt;
   bool operator==(const OptimizerRule&) const = default;
 };

@@ -1,12 +1,12 @@
 // fully_shard: turns any torch::nn::Module into a sharded one, called through a handle.
 //
-// C++ has no module hooks, so what Python's FSDP2 does in hooks happens in Sharded<M>::forward. The
-// handle is a module itself, with M's forward signature: it can be a child of another module, stand
-// in a Sequential, and its parameters() are the shards that an optimizer steps. Inner units exist
-// where the code calls such handles. Parameters of one unit may have different dtypes. Not a
-// wrapper that copies M: M's own tensors show the unsharded parameters while the unit computes and
-// throw at any other time. Source of the semantics: PyTorch FSDP2 `fully_shard`; the differences
-// are in docs/. Next: optim.h, clip.h.
+// C++ has no module hooks, so Sharded<M>::forward does the work of FSDP2's hooks in Python. The
+// handle is a module itself, with M's forward signature: it can be a child of another module or
+// stand in a Sequential, and its parameters() are the shards that an optimizer steps. A model has
+// inner units where its code calls inner handles. Parameters of one unit may have different dtypes.
+// The handle does not copy M: M's own tensors show the unsharded parameters while the unit
+// computes, and throw at any other time. Source: PyTorch FSDP2 `fully_shard`; docs/fsdp2.md has the
+// differences. Next: optim.h, clip.h.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -45,90 +45,89 @@ struct Parameter;
 class ShardedBase;
 class TrainableChanger;
 
+/// Options of fully_shard().
 struct ShardOptions {
-  /// Canonical name of the module in the whole model ("model.layers.0"): put before its parameters'
-  /// names.
-  /// "" = from its place in the parent that is sharded later.
+  /// Canonical name of the module in the whole model ("model.layers.0"), the prefix of its
+  /// parameters' names. "" = from its place in the parent that is sharded later.
   std::string name;
-  /// Give the unsharded parameters back after forward and gather them again in backward. none =
-  /// true for units inside another one (set when the outer one is sharded), false for the
-  /// outermost.
+  /// Whether the unit reshards after its forward and gathers again in backward. none = true for a
+  /// unit inside another one (set when the outer one is sharded), false for the outermost.
   std::optional<bool> reshard_after_forward;
-  /// Buckets of inner units that are smaller than this (bytes of the unsharded compute dtype) move
-  /// to the outermost unit and are gathered once a step.
+  /// Buckets of inner units below this size, in bytes of the unsharded compute dtype, move to the
+  /// outermost unit and are gathered once a step.
   std::int64_t merge_below_bytes = 0;
-  /// none = the number of data ranks, as FSDP2 averages.
+  /// Divides the sum of gradients; none = the number of data ranks, which averages as FSDP2 does.
   std::optional<double> divide_factor;
-  /// Floating outputs of this unit are cast to it, wherever the unit stands; none = those of the
-  /// outermost one to PrecisionPolicy::output_dtype, those of units inside stay as they come.
+  /// Floating outputs of this unit are cast to it. none = PrecisionPolicy::output_dtype for the
+  /// outermost unit, and no cast for inner units.
   std::optional<DType> output_dtype;
-  /// Gradient bytes that may be under way before the issuer waits for the oldest reduction: enough
-  /// for the wire to stay busy, little enough for buffers to be used again while they are warm. none
-  /// = 32 MiB on the CPU; on a device those of two units.
+  /// Bytes of gradients in flight before the unit waits for the oldest reduction: enough to keep
+  /// the wire busy, few enough that buffers are used again while they are in cache. none = 32 MiB
+  /// on the CPU, the bytes of two units on a device.
   std::optional<std::int64_t> in_flight_bytes;
-  /// Resolved beforehand for the whole model, looked up by canonical name; none = resolved here
-  /// from the policy. Their placements are compared with what the modules declare.
+  /// Contracts of the whole model, resolved before and looked up by canonical name. none = resolved
+  /// here from the policy. Their placements are compared with the modules' declarations.
   std::shared_ptr<const std::vector<GradContract>> contracts;
   /// The same for buffers; used with `contracts` only.
   std::shared_ptr<const std::vector<BufferContract>> buffer_contracts;
   /// The same for units, looked up by `name`; used with `contracts` only.
   std::shared_ptr<const std::vector<UnitContract>> unit_contracts;
-  /// What modules that do not declare it themselves (DeclaresLayouts) do with parameters beyond the
-  /// data axes, by path in the module; their tensors are the local ones.
+  /// Layouts beyond the data axes of parameters whose modules do not declare them
+  /// (DeclaresLayouts), by path in the module. The modules hold the local tensors.
   std::map<std::string, ParameterLayout> layouts = {};
-  /// From a parameter's path in the module to its canonical name; none = `name` + "." + path.
+  /// Maps a parameter's path in the module to its canonical name; none = `name` + "." + path.
   std::function<std::string(const std::string&)> canonical_name;
-  /// Handles whose modules still stand plain in the tree, because the code reaches them in another
-  /// way (grad/slot.h): each is met where its module is.
+  /// Handles whose modules are registered in the tree themselves, because the code reaches the
+  /// handle in another way (grad/slot.h). Each handle takes the place of its module.
   std::vector<std::shared_ptr<ShardedBase>> inner;
-  /// Tensors to leave alone: not sharded, gathered, reduced or moved. State dicts and checkpoints
-  /// are without them, since ranks may have other values of them: the program that ignores
-  /// them saves them (ShardedBase::ignored_names).
+  /// Tensors that are not sharded, gathered, reduced or moved. State dicts and checkpoints do not
+  /// hold them, since their values may differ between ranks; the program saves them itself
+  /// (ShardedBase::ignored_names()).
   std::vector<at::Tensor> ignored_parameters;
-  /// Groups of paths in the module, each of places of one parameter whose tensors are different
-  /// objects without values yet (no storage, or no elements), so that no memory says that they are
-  /// one. Each place keeps its tensor; names, contract and values are those of the first path that
-  /// the walk meets. Tensors that share memory are found without it. Errors of fully_shard:
-  /// kContract for a path that is no parameter of this unit or stands twice, for shapes, dtypes,
-  /// grad_dtypes or trainability that differ, and for values that the memory does not share.
+  /// Groups of paths in the module that name one tied parameter, for tensors without values yet (no
+  /// storage, or no elements), which no shared memory shows to be one. Each place keeps its tensor;
+  /// names, contract and values are those of the first path in the order of the modules. Tensors
+  /// that share memory are found without this. Errors of fully_shard(): kContract for a path that
+  /// is no parameter of this unit or is named twice, for shapes, dtypes, grad_dtypes or
+  /// trainability that differ, and for values that are not in shared memory.
   std::vector<std::vector<std::string>> tied = {};
-  /// Paths in the module of buffers that state dicts and checkpoints leave out and no load asks for.
-  /// A buffer that stands in several places is left out where all of them are named. Errors of
-  /// fully_shard: kContract for a path that is no buffer of this unit. Source: register_buffer's
+  /// Paths in the module of buffers that state dicts and checkpoints do not hold and no load
+  /// expects. A buffer with several paths is left out where all of them are named. Errors of
+  /// fully_shard(): kContract for a path that is no buffer of this unit. Source: register_buffer's
   /// persistent=False.
   std::vector<std::string> unstored_buffers = {};
 };
 
-/// One shard with what is needed to use it elsewhere. It may outlive its handle.
+/// One shard with its place in the parameter. It may outlive its handle.
 struct ShardView {
-  const GradContract* contract = nullptr;
+  const GradContract* contract = nullptr;  ///< the parameter's contract
   at::Tensor shard;        ///< [end - begin], storage dtype; .grad() in the final dtype
-  std::int64_t begin = 0;  ///< the shard is elements [begin, end) of the flattened local tensor
-  std::int64_t end = 0;
-  /// This rank's, on contract->layout.axes: with them the layout says which part of the whole
-  /// parameter the local tensor is. Empty: it is the parameter.
+  std::int64_t begin = 0;  ///< first element in the flattened local tensor
+  std::int64_t end = 0;    ///< end of the elements in the flattened local tensor
+  /// This rank's coordinates on contract->layout.axes; by the layout they give the part of the
+  /// whole parameter that is the local tensor. Empty = the local tensor is the whole parameter.
   std::vector<int> coordinates = {};
-  std::shared_ptr<const void> owner = {};  ///< what `contract` points into lives as long
-  /// Among the parameters of the whole model, of which a stage of a pipeline has some; -1 where
-  /// nobody has said (ShardOptions::contracts).
+  std::shared_ptr<const void> owner = {};  ///< keeps `contract` alive
+  /// Index among the parameters of the whole model, of which a pipeline stage holds some; -1 where
+  /// it is not known (ShardOptions::contracts).
   std::int64_t place_in_model = -1;
 };
 
-/// One buffer: a tensor that a module registered as such, whole on every rank.
+/// One buffer of a module, whole on every rank.
 struct BufferView {
-  const BufferContract* contract = nullptr;
-  at::Tensor tensor;  ///< the module's own; in the contract's compute dtype once it is loaded
-  /// Its values in the storage dtype. Where the cast narrowed them these are the ones that were
-  /// loaded, until somebody writes to `tensor`; for reading.
+  const BufferContract* contract = nullptr;  ///< the buffer's contract
+  at::Tensor tensor;  ///< the module's own tensor; in the compute dtype once it is loaded
+  /// Its values in the storage dtype, for reading. Where the cast has narrowed them, these are the
+  /// loaded values until the program writes to `tensor`.
   at::Tensor stored;
-  std::shared_ptr<const void> owner = {};  ///< as ShardView
+  std::shared_ptr<const void> owner = {};  ///< keeps `contract` alive
 };
 
-/// A gather that was started by hand. Forwards wait for theirs by themselves.
+/// A gather that was started by hand. A forward waits for its gathers by itself.
 class UnshardHandle {
  public:
   UnshardHandle() = default;
-  /// Blocks until the parameters can be read. Idempotent. Errors: kComm.
+  /// Waits until the parameters can be read. Idempotent. Errors: kComm.
   void wait();
 
  private:
@@ -138,6 +137,11 @@ class UnshardHandle {
 };
 
 /// The part of a handle that does not depend on M.
+///
+/// Its set_ functions are set to the same value on every rank at the same place. They do not
+/// communicate; a difference is an error at the next collective, which names it. With `recurse`
+/// they apply to inner units too. Those marked "Idle" throw kUsage while a recorded forward waits
+/// for its backward. Source: FSDP2's FSDPModule.
 class ShardedBase : public torch::nn::Module {
  public:
   ~ShardedBase() override;
@@ -146,158 +150,165 @@ class ShardedBase : public torch::nn::Module {
   ShardedBase(const ShardedBase&) = delete;  ///< a sharded module is not copied
   ShardedBase& operator=(const ShardedBase&) = delete;
 
-  /// True names ("layers.0.weight"), of this unit and of all units inside it.
+  /// Returns the shards of this unit and of all inner units by their paths in the module
+  /// ("layers.0.weight").
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
-  /// True names of the modules' buffers, which every rank holds whole.
+  /// Returns the modules' buffers, which every rank holds whole, by their paths.
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
-  /// Every parameter of this unit and of all inside, in the order of named_parameters(). Contracts,
-  /// as in contract(), name what several units have by the one among them that was sharded first.
+  /// Returns the shards of this unit and of all inner units, in the order of named_parameters(). A
+  /// parameter that several units share is named by the unit that was sharded first, as in
+  /// contract().
   std::vector<ShardView> shards() const;
-  /// Every buffer of this unit and of all inside. A loader writes values in the storage dtype or in
-  /// the compute dtype and then calls set_loaded().
+  /// Returns the buffers of this unit and of all inner units. A loader writes values in the storage
+  /// or in the compute dtype and then calls set_loaded().
   std::vector<BufferView> buffers() const;
-  /// True names of what ShardOptions::ignored_parameters left alone in this unit and in those
-  /// inside, parameters and buffers: no state dict and no checkpoint has them.
+  /// Returns the paths of the parameters and buffers of ShardOptions::ignored_parameters, in this
+  /// unit and in inner units. No state dict and no checkpoint holds them.
   std::vector<std::string> ignored_names() const;
-  /// Returns what all ranks agreed on: parameters as shards(), buffers as buffers(), units as they
-  /// stand.
+  /// Returns the contract that all ranks agreed on: parameters as shards(), buffers as buffers(),
+  /// units in the order of the modules.
   ModelContract contract() const;
-  /// to_string of it.
+  /// Returns to_string(contract()).
   std::string contract_table() const;
 
-  /// Calls `visit(name of the contract, whole parameter)` on every rank, storage dtype, one bucket in
-  /// memory at a time; of parameters that lie cut over model axes one at a time, put together in
-  /// their global shape. Collective.
+  /// Calls `visit(name in the contract, whole parameter)` on every rank, in the global shape and
+  /// the storage dtype. One bucket is in memory at a time; parameters that are sharded over model
+  /// axes are assembled one by one. Collective.
   void visit_full_parameters(
       const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
-  /// The same for gradients as they stand on the shards, final dtype; zeros for trainable
-  /// parameters without one. Frozen ones are left out.
+  /// The same for the gradients on the shards, in the final dtype; zeros for trainable parameters
+  /// without one. Frozen parameters are left out.
   void visit_full_gradients(
       const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
-  /// The loader filled every shard and buffer: shards may be gathered, and buffers are cast to
-  /// their compute dtype. Without a loader that happens in the first forward.
+  /// Tells the handle that a loader has filled every shard and buffer. Buffers are cast to their
+  /// compute dtype. Without a loader the first forward does this.
   void set_loaded() const;
 
-  /// Where the model was sharded; mesh().world() is its World.
+  /// Returns the mesh on which the model was sharded; mesh().world() is its World.
   const Mesh& mesh() const;
-  int rank() const;  ///< in the World
-  /// All ranks of the pipeline stage, for control messages from the rank's own thread; null for
-  /// one.
+  int rank() const;  ///< this rank in the World
+  /// Returns all ranks of the pipeline stage, for control messages from the rank's own thread; null
+  /// for one rank.
   comm::Group* data_group() const;
-  /// The ranks that have the other stages of a pipeline for the same rows, in the order of axis pp,
-  /// as data_group(); null for one.
+  /// Returns the ranks with the other stages of a pipeline for the same rows, in the order of axis
+  /// pp, for control messages; null for one rank.
   comm::Group* stages_group() const;
 
-  // Controls, to be set to the same on every rank at the same place: none of them communicates, a
-  // difference is an error that names it at the next collective. `recurse`: units inside too. Those
-  // that say so refuse (kUsage) while a recorded forward waits for its backward. Source: FSDP2's
-  // FSDPModule.
-
-  /// false: gradients stay unreduced in the slots until a backward with true (gradient
-  /// accumulation); norms and steps in between are refused.
+  /// Sets whether backwards reduce gradients. false = gradients stay unreduced until a backward
+  /// with true (gradient accumulation); norms and steps in between are refused.
   void set_requires_gradient_sync(bool value, bool recurse = true);
-  /// false: HSDP's sum over replicas waits for a backward with true; norms and steps in between are
-  /// refused. For the whole tree.
+  /// Sets whether backwards sum over replicas (HSDP). false = the sum waits for a backward with
+  /// true; norms and steps in between are refused. Applies to the whole tree.
   void set_requires_replica_reduce(bool value);
-  /// false: backwards start their reductions but wait for none and show no gradient; the next one
-  /// with true does, for all. For the whole tree; steps and norms in between are refused.
+  /// Sets whether a backward ends the step. false = backwards start their reductions, but do not
+  /// wait for them and show no gradient; the next backward with true waits for all. Norms and steps
+  /// in between are refused. Applies to the whole tree.
   void set_is_last_backward(bool value);
-  /// true: backwards leave the weight gradients of linear layers and of experts for
-  /// run_weight_gradients(), and hold what these are formed of until then; units are reduced when
-  /// nothing of theirs is owed. Bit for bit the gradients of one backward. Steps, norms and readers
-  /// of gradients refuse (kContract) while some are owed. For the whole tree. Idle.
+  /// Sets whether backwards defer the weight gradients of linear layers and of experts to
+  /// run_weight_gradients(), and keep their inputs until then. A unit is reduced once none of its
+  /// weight gradients is pending. The gradients have the bits of one backward. Steps, norms and
+  /// readers of gradients throw kContract while some are pending. Applies to the whole tree. Idle.
   void set_defer_weight_gradients(bool value);
-  /// Forms what backwards have left, oldest first. Collective, in the same order on all ranks.
+  /// Forms the deferred weight gradients, oldest first. Collective, in the same order on all ranks.
   void run_weight_gradients();
-  /// As ShardOptions::reshard_after_forward, from the next forward on. Idle.
+  /// Sets ShardOptions::reshard_after_forward from the next forward on. Idle.
   void set_reshard_after_forward(bool value, bool recurse = true);
-  /// false: units that are unsharded after a backward stay so for the next forward, and for
-  /// evaluation where they stay unsharded after forwards, too. Before they are used again they are
-  /// compared with the shards (one byte a unit and rank on the wire) and gathered anew where any
-  /// rank has changed them. Idle.
+  /// Sets whether units reshard after a backward. false = unsharded units stay so for the next
+  /// forward, and for evaluation where they stay unsharded after forwards too. Before their next
+  /// use ranks compare them with the shards (one byte for each unit and rank on the wire), and
+  /// gather them again where a rank has changed its shard. Idle.
   void set_reshard_after_backward(bool value, bool recurse = true);
-  /// false: a unit that gave its memory back after forward is not gathered for its backward, which
-  /// reads no parameter (an embedding). One that does read throws. This unit only. Idle.
+  /// Sets whether this unit is gathered for its backward. false = it is not, for a unit whose
+  /// backward reads no parameter (an embedding); a backward that does read one throws. Idle.
   void set_unshard_in_backward(bool value);
-  /// While this unit computes forward, the parameters of `units` are gathered, in this order,
-  /// instead of the agreed next unit's; {} = the agreed order again. Idle.
+  /// Sets the units that are gathered, in this order, while this unit computes its forward, in
+  /// place of the next unit in the recorded order; {} = the recorded order. Idle.
   void set_forward_prefetch(const std::vector<ShardedBase*>& units);
-  /// The same in backward, for units whose backward comes after this one's; others are left out.
+  /// The same in backward, for units whose backward comes after this one's; others are ignored.
   /// Idle.
   void set_backward_prefetch(const std::vector<ShardedBase*>& units);
-  /// As ShardOptions::divide_factor, for sums that begin from now on: there may be no gradient.
-  /// Idle.
+  /// Sets ShardOptions::divide_factor for sums that begin from now on; no gradient may exist. Idle.
   void set_gradient_divide_factor(double factor, bool recurse = true);
-  void unshard();  ///< gathers this unit now, and keeps it until a backward or reshard() gives it
-                   ///< back. Collective.
-  UnshardHandle unshard_async();  ///< the same without waiting. Collective, in the same order on
-                                  ///< all ranks.
-  void reshard();  ///< gives its memory back; on all ranks or on none, since the next forward
-                   ///< gathers it again
+  /// Gathers this unit now, and keeps it until a backward or reshard(). Collective.
+  void unshard();
+  /// The same without waiting. Collective, in the same order on all ranks.
+  UnshardHandle unshard_async();
+  /// Frees this unit's gathered parameters. On all ranks or on none, since the next forward gathers
+  /// them again.
+  void reshard();
 
+  /// Sets the training mode of the module and of all inner modules.
   void train(bool on = true) override;
+  /// Clears the gradients on the shards, and those that are not reduced yet.
   void zero_grad(bool set_to_none = true) override;
+  /// Refused (kUsage): the mesh decides devices, the policy dtypes.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  /// The same.
   void to(torch::Dtype dtype, bool non_blocking = false) override;
+  /// The same.
   void to(torch::Device device, bool non_blocking = false) override;
+  /// Refused (kUsage): a sharded module is not copied.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override;
-  /// Refused (kUsage), also where a plain module holds the handle: a rank has a part of the model.
-  /// state_dict.h has the way. torch::save of a handle itself does not compile.
+  /// Refused (kUsage), also where a plain module holds the handle, since a rank has a part of the
+  /// model; use state_dict.h. torch::save of a handle itself does not compile.
   void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;  ///< refused as save
+  void load(torch::serialize::InputArchive& archive) override;  ///< refused as save()
 
+  /// Returns the unit, for the library's own use.
   const std::shared_ptr<fsdp::Unit>& unit() const { return unit_; }
+  /// Returns the module that the handle holds.
   const std::shared_ptr<torch::nn::Module>& held() const { return held_; }
 
  protected:
   ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& mesh,
               const PrecisionPolicy& policy, const ShardOptions& options);
 
-  /// Whether somebody replays regions of the model whose forward runs here.
+  /// Returns whether regions of the model whose forward runs on this thread are replayed.
   static bool replays();
   using RegionBody = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>;
-  /// body(inputs) as the region that is all of the module.
+  /// Runs body(inputs) as a region that covers the whole module.
   std::vector<at::Tensor> run_region(const std::vector<at::Tensor>& inputs,
                                      const RegionBody& body) const;
 
   enum class CallKind : std::uint8_t {
     kForward,
-    /// A forward that runs again inside a backward, by a checkpoint that is not tessera's own and
-    /// puts what it saves in the places of what the first forward saved (torch.utils.checkpoint with
-    /// use_reentrant=False). The unit is gathered where it is not, inputs and results are cast, and
-    /// that is all: its backward, its gradients and its memory follow the first forward's record.
+    /// A forward that runs again inside a backward, by a foreign checkpoint that replaces the saved
+    /// tensors of the first forward (torch.utils.checkpoint with use_reentrant=False). It gathers
+    /// the unit if needed and casts inputs and results, and does nothing else: backward, gradients
+    /// and memory follow the record of the first forward.
     kRecomputed,
   };
 
-  /// One call of the module: enter() before it, leave() after it, neither when it throws. A front
-  /// end in another language, whose exceptions are none of C++, says how else the module was left:
-  /// by fail() or stop(). It derives from ShardedBase and publishes the class by a using-declaration.
+  /// One call of the module: enter() before it and leave() after it, but no leave() where it
+  /// throws. A front end in another language, whose exceptions are not those of C++, calls fail()
+  /// or stop() instead. It derives from ShardedBase and publishes this class by a
+  /// using-declaration.
   class Call {
    public:
     explicit Call(ShardedBase& handle, CallKind kind = CallKind::kForward);
     ~Call();
-    /// The kind of a call that begins here, for a front end whose only checkpoints are torch's: it is
-    /// kRecomputed inside of a backward, unless a tessera::checkpoint() runs again there.
+    /// Returns the kind of a call that begins here, for a front end whose only checkpoints are
+    /// torch's: kRecomputed inside of a backward, unless a tessera::checkpoint() runs again there.
     static CallKind kind_here();
-    /// `inputs` and what they point to are read again in leave(). Errors: kUsage for a kRecomputed
-    /// one that repeats no forward which the backward under way goes through, that comes in another
+    /// Begins the call. leave() reads `inputs` and their tensors again. Errors: kUsage for a
+    /// kRecomputed call that repeats no forward of the running backward, that comes in another
     /// order than in that forward, or whose first run was without grad mode (a reentrant
     /// checkpoint).
     void enter(const std::vector<at::Tensor*>& inputs);
-    /// `wrappers[i]`: references to outputs[i] that the front end itself holds and gives up, beside
-    /// the one in `outputs` (an object of the other language, of which nobody but the caller has a
-    /// reference); `base_wrappers[i]`: the same for the tensor that outputs[i] is a view of. Those
-    /// do not keep the caller from changing the result in place. Empty: none.
+    /// Ends the call. `wrappers[i]` counts references to outputs[i] that the front end holds and
+    /// drops, in addition to the one in `outputs` (an object of the other language that only the
+    /// caller refers to). `base_wrappers[i]` counts them for the tensor that outputs[i] is a view
+    /// of. These references do not prevent the caller from changing the result in place. Empty =
+    /// none.
     void leave(const std::vector<at::Tensor*>& outputs,
                const std::vector<std::size_t>& wrappers = {},
                const std::vector<std::size_t>& base_wrappers = {});
-    /// The module was left by an exception of the front end's language: as by one of C++, the step
-    /// has failed on all ranks, and they are told `why`. After leave(), fail() or stop() nothing
-    /// happens.
+    /// Ends the call after an exception of the front end's language: the step has failed on all
+    /// ranks, with `why`, as after a C++ exception. Does nothing after leave(), fail() or stop().
     void fail(const std::string& why) noexcept;
-    /// A recomputation has what it needs and leaves the module early: no failure, and the call is
-    /// closed. One that is no recomputation fails. After leave(), fail() or stop() nothing happens.
+    /// Ends a recomputation that leaves the module early without a failure; any other call fails.
+    /// Does nothing after leave(), fail() or stop().
     void stop() noexcept;
 
    private:
@@ -332,11 +343,11 @@ class ShardedBase : public torch::nn::Module {
   void require_own_parameters(bool recurse);
   enum class Place : std::uint8_t { kOutermost, kInside };
   void resolve_unit(Place place);
-  /// The contracts of the buffers of this handle and of those inside; what is frozen around them
-  /// decides.
+  /// Resolves the contracts of the buffers of this handle and of inner ones, by the frozen
+  /// parameters around them.
   void resolve_buffers();
   void set_runtime(const std::shared_ptr<fsdp::Runtime>& runtime);
-  /// All parameters of this handle and those inside, with names relative to this handle.
+  /// Returns all parameters of this handle and of inner ones, with names relative to this handle.
   std::vector<Own> all() const;
   void visit_full(bool gradients,
                   const std::function<void(const std::string&, const at::Tensor&)>& visit) const;
@@ -359,7 +370,7 @@ class ShardedBase : public torch::nn::Module {
 
 namespace detail {
 
-/// Whether a forward takes nothing but tensors, and gives one or several.
+/// Whether a forward takes only tensors, and returns one or several.
 template <class R, class... Args>
 inline constexpr bool kIsOfTensors = (std::is_same_v<R, at::Tensor> ||
                                       std::is_same_v<R, std::vector<at::Tensor>>) &&
@@ -381,12 +392,12 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
     };
     return as_one_call(Signature<R, Args...>{}, run, std::forward<Args>(arguments)...);
   }
-  /// The same: handles are called as a ModuleHolder is.
+  /// Calls forward(), as a ModuleHolder does.
   R operator()(Args... arguments) { return forward(std::forward<Args>(arguments)...); }
 
-  /// Another method of the module, as a forward of the unit: `handle.call(&Vae::decode, latent)`.
-  /// Parameters are gathered, inputs and outputs cast, the backward marked, exactly as for forward.
-  /// Source: register_fsdp_forward_method.
+  /// Calls another method of the module as a forward of the unit: `handle.call(&Vae::decode,
+  /// latent)`. Parameters are gathered and inputs and outputs cast exactly as for forward. Source:
+  /// register_fsdp_forward_method.
   template <class R2, class C, class... P, class... A>
     requires std::is_base_of_v<C, M> && (sizeof...(P) == sizeof...(A))
   R2 call(R2 (C::*method)(P...), A&&... arguments) {
@@ -404,7 +415,7 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
     return as_one_call(Signature<R2, P...>{}, run, std::forward<A>(arguments)...);
   }
 
-  /// The module itself: its configuration may be read; calling it past the handle throws.
+  /// Returns the module itself, to read its configuration; calling it without the handle throws.
   const std::shared_ptr<M>& module() const { return module_; }
 
  protected:
@@ -413,8 +424,8 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
       : ShardedBase(module, mesh, policy, options), module_(std::move(module)) {}
 
  private:
-  /// compile() of any module: a forward from tensors to tensors is a region. What it reads beside
-  /// its arguments belongs to the module, or else changes from call to call unseen.
+  /// Runs a forward from tensors to tensors as a region of compile(). All other tensors that it
+  /// reads belong to the module; changes of any others would go unnoticed.
   template <std::size_t... I, class... Values>
   R as_region(std::index_sequence<I...>, const Values&... values) {
     auto results = ShardedBase::run_region(
@@ -460,27 +471,33 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
 
 }  // namespace detail
 
+/// The handle of a module M, a module itself. `forward(...)` and `operator()(...)` have the
+/// signature of M::forward. `call(&M::method, arguments...)` runs another method of M as a forward
+/// of the unit: parameters are gathered and inputs and outputs cast as for forward. `module()`
+/// returns M, to read its configuration; calling M without the handle throws.
 template <class M>
 class Sharded : public detail::ShardedForward<M, typename ForwardSignature<M>::type> {
  public:
+  /// Shards `module`; fully_shard() is the short form.
   Sharded(std::shared_ptr<M> module, const Mesh& mesh, const PrecisionPolicy& policy,
           const ShardOptions& options)
       : detail::ShardedForward<M, typename ForwardSignature<M>::type>(std::move(module), mesh,
                                                                       policy, options) {}
 };
 
-/// Shards every parameter under `module` that no inner handle owns yet over the mesh's dp_shard
-/// axis (replicated over dp_replicate), as one unit; over other axes too where its layer declares a
-/// gradient that they have to sum (placement.h). Collective: all ranks call it on the same
-/// module, inner ones first. Values are taken from the module; parameters without storage stay
-/// unset until they are loaded. Errors: kContract naming the parameter (dtypes, rules, ranks that
-/// disagree), kUsage for gradients or forwards under way.
+/// Shards every parameter under `module` that no inner handle owns yet, as one unit, over the
+/// mesh's dp_shard axis, and replicates it over dp_replicate. A parameter is also sharded over the
+/// other axes on which its layer declares a gradient to be summed (placement.h). Values are the
+/// module's own; parameters without storage stay unset until they are loaded. Collective: all ranks
+/// call it on the same module, inner modules first. Errors: kContract naming the parameter (dtypes,
+/// rules, ranks that disagree); kUsage for existing gradients and for a forward without its
+/// backward.
 template <class M>
 Sharded<M> fully_shard(std::shared_ptr<M> module, const Mesh& mesh,
                        const PrecisionPolicy& policy = {}, const ShardOptions& options = {}) {
   return Sharded<M>(std::move(module), mesh, policy, options);
 }
-/// The same of what TORCH_MODULE(Net) declares: `Net net; auto handle = fully_shard(net, mesh);`.
+/// The same for a holder that TORCH_MODULE(Net) declares: `Net net; fully_shard(net, mesh);`.
 template <class M>
 Sharded<M> fully_shard(const torch::nn::ModuleHolder<M>& module, const Mesh& mesh,
                        const PrecisionPolicy& policy = {}, const ShardOptions& options = {}) {
@@ -502,7 +519,7 @@ inline constexpr bool kIsSavedWhole = false;
 
 }  // namespace detail
 
-/// torch::save and torch::load of a handle: they would write and read this rank's part alone.
+/// Keeps torch::save of a handle from compiling: it would write this rank's part alone.
 template <detail::Handle H>
 torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive, const H&) {
   static_assert(detail::kIsSavedWhole<H>,
@@ -511,6 +528,7 @@ torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& arc
                 "tessera::save_checkpoint(handle, optimizer, folder).");
   return archive;
 }
+/// Keeps torch::load of a handle from compiling: it would read this rank's part alone.
 template <detail::Handle H>
 torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, H&) {
   static_assert(detail::kIsSavedWhole<H>,

@@ -1,14 +1,12 @@
-// State dicts: a model's parameters and buffers, and an optimizer's state, by name, sharded or
-// whole, and their way back.
+// StateDict: parameters, buffers and optimizer state by name, sharded or whole, to save and load.
 //
-// For users with a file format of their own; checkpoints (checkpoint.h) load any layout into any
-// other by themselves. An entry knows which elements of the whole tensor it
-// holds, so that one rule covers every dict: this rank loads what it owns from an entry that holds
-// it. Values are never rounded on the way, but where a contract says that they are cast once
-// (frozen parameters that are whole on every rank). Buffers of frozen parts, which compute in a
-// narrower dtype, are written with the digits that they were loaded with (BufferView::stored).
-// Next: shard.h, optim.h. Source: FSDP2's state dict hooks; get_ and set_optimizer_state_dict of
-// torch.distributed.checkpoint.
+// For programs with a custom file format; checkpoints (checkpoint.h) load any layout into any other
+// by themselves. An entry knows which elements of the whole tensor it holds, so one rule covers
+// every dict: a rank loads the elements that it owns from any entry that holds them. Values are
+// rounded only where a contract casts them once (frozen parameters that are whole on every rank).
+// Buffers of frozen parts, which compute in a narrower dtype, are written with the values that were
+// loaded (BufferView::stored). Next: shard.h, optim.h. Source: FSDP2's state dict hooks; get_ and
+// set_optimizer_state_dict of torch.distributed.checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -23,91 +21,93 @@ namespace tessera {
 
 /// Elements [begin, end) of the flattened tensor `name`, whose whole shape is `shape`.
 struct StateTensor {
-  std::string name;
-  at::Tensor values;
-  std::vector<std::int64_t> shape;
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  /// Where model axes cut the tensor: [begin, end) counts elements of the part that the rank at
-  /// `coordinates` of layout.axes holds. Such an entry fits that part alone.
+  std::string name;                 ///< canonical name
+  at::Tensor values;                ///< the elements
+  std::vector<std::int64_t> shape;  ///< global shape
+  std::int64_t begin = 0;           ///< first element
+  std::int64_t end = 0;             ///< end of the elements
+  /// The layout of a tensor that model axes shard: [begin, end) then counts elements of the part of
+  /// the rank at `coordinates` of layout.axes. Such an entry fits that part alone.
   ParameterLayout layout = {};
-  std::vector<int> coordinates = {};
+  std::vector<int> coordinates = {};  ///< coordinates on layout.axes
 };
 
+/// Entries of a model, or of a file.
 using StateDict = std::vector<StateTensor>;
 
-/// An entry that holds a whole tensor: what a plain module's state dict or a file gives.
+/// Makes an entry that holds a whole tensor, as a plain module's state dict or a file has it.
 StateTensor whole_entry(const std::string& name, const at::Tensor& values);
 
+/// The tensors of a state dict.
 enum class StateDictKind : std::uint8_t {
-  kSharded,  ///< each rank's shards, 1-D; they are the live storage, not copies; so are buffers,
-             ///< but for those that a cast has narrowed
+  kSharded,  ///< each rank's shards, 1-D, and buffers: the live storage, not copies, except buffers
+             ///< that a cast has narrowed
   kFull,     ///< copies of whole tensors on every rank
   kFullOnRankZero,  ///< the same on rank 0 of the world; the others get an empty dict
 };
 
-/// Parameters in the model's order under their canonical names, then buffers, which every rank
-/// holds whole. A tied parameter has an entry under every name. Collective, but for kSharded. Whole
-/// tensors are gathered one bucket at a time.
+/// Returns parameters in the model's order under their canonical names, then buffers, which every
+/// rank holds whole. A tied parameter has an entry under every name. Whole tensors are gathered one
+/// bucket at a time. Collective, except for kSharded.
 StateDict state_dict(const ShardedBase& model, StateDictKind kind);
 
+/// How names are compared with those of the model.
 enum class Strict : std::uint8_t {
   kYes,  ///< every name of the model, and no other
-  kNo,   ///< what is missing stays as it is, what is unknown is left out; both are returned
+  kNo,   ///< missing tensors stay as they are, unknown ones are ignored; both are returned
 };
 
 /// Names that a lenient load left out.
 struct StateDictDifference {
-  std::vector<std::string> missing;     ///< of the model, in no entry
-  std::vector<std::string> unexpected;  ///< of entries, not in the model
+  std::vector<std::string> missing;     ///< names of the model without an entry
+  std::vector<std::string> unexpected;  ///< names of entries that the model does not have
 };
 
-/// Writes the elements that this rank owns into shards and buffers; parameters that were made
-/// without storage have values afterwards. An entry may hold more than that, and ranks may bring
-/// different parts, but the same names. One entry is enough for a tied parameter. Nothing is
-/// written unless every rank can load everything. Collective. Errors, on all ranks and with every
-/// name that is concerned: kContract for missing or unexpected names, other shapes, dtypes whose
-/// values the storage dtype cannot hold, entries that lack elements of this rank, two entries of
-/// one name; kUsage while a forward waits for its backward.
+/// Writes the elements that this rank owns into shards and buffers; parameters without storage get
+/// it. An entry may hold more elements, and ranks may pass different parts under the same names.
+/// One entry is enough for a tied parameter. Nothing is written unless every rank can load
+/// everything. Collective. Errors, on all ranks and with every name: kContract for missing or
+/// unexpected names, other shapes, dtypes whose values the storage dtype cannot hold, entries that
+/// lack elements of this rank, and two entries of one name; kUsage while a forward waits for its
+/// backward.
 StateDictDifference load_state_dict(ShardedBase& model, const StateDict& entries,
                                     Strict strict = Strict::kYes);
 
-/// What an optimizer keeps of one parameter, whole.
+/// The optimizer state of one whole parameter.
 struct ParameterState {
-  std::string parameter;   ///< its canonical name
+  std::string parameter;   ///< canonical name
   std::int64_t steps = 0;  ///< updates so far; "step" in PyTorch's state
-  /// In the parameter's global shape, by PyTorch's names: "exp_avg", "exp_avg_sq" (AdamW),
-  /// "momentum_buffer" (SGD); "master_remainder" (int16, beside a bfloat16 parameter) or "master"
-  /// (float32, beside a float16 one). Empty before the first update.
+  /// State tensors in the parameter's global shape, by PyTorch's names: "exp_avg", "exp_avg_sq"
+  /// (AdamW), "momentum_buffer" (SGD), and "master_remainder" (int16, of a bfloat16 parameter) or
+  /// "master" (float32, of a float16 one). Empty before the first update.
   std::map<std::string, at::Tensor> kept;
 };
 
-/// Without learning rate, betas and the like: an optimizer is made with them, and set_lr() follows
-/// from the step.
+/// The state of an optimizer, without hyperparameters such as learning rate and betas: the program
+/// makes the optimizer with them.
 struct OptimizerStateDict {
-  std::string optimizer;  ///< "AdamW", "SGD"
-  std::vector<ParameterState> parameters;
+  std::string optimizer;                   ///< "AdamW", "SGD", "Muon"
+  std::vector<ParameterState> parameters;  ///< in the model's order
 };
 
-/// The state of every parameter that the optimizer steps now, in the model's order; a tied one
-/// stands there once. kFull: copies on every rank; kFullOnRankZero: the same on rank 0 of the
-/// world, the others get no parameters. Nobody holds more than that and one bucket of one kind
-/// (such as exp_avg) besides. Collective. Errors: kUsage for kSharded, which is
-/// Optimizer::state(), for an optimizer of another model, and for one that a set_trainable() did
-/// not name; kContract where ranks have made different updates.
+/// Returns the state of every parameter that the optimizer steps now, in the model's order, with a
+/// tied parameter once. kFull gives copies on every rank; kFullOnRankZero gives them on rank 0 of
+/// the world, and no parameters elsewhere. Memory: the result and one bucket of one state tensor.
+/// Collective. Errors: kUsage for kSharded (use Optimizer::state()), for an optimizer of another
+/// model, and for one that a set_trainable() did not name; kContract where ranks have made
+/// different updates.
 OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimizer& optimizer,
                                         StateDictKind kind = StateDictKind::kFull);
 
-/// Goes on from `dict`, of any number of ranks and any layout, with exactly its bits. Every rank
-/// brings the same dict and copies the elements that it owns: memory that maps a file is enough.
-/// A parameter without state begins anew. Load the model first: parameters that are written later
-/// go on from what was written, without the bits of a master. Nothing changes unless every rank can
-/// load everything. Collective. Errors, on all ranks and with every name that is concerned:
-/// kContract for another kind of optimizer, missing or unexpected parameters (with Strict::kNo
-/// those stay as they are and are left out, and both are returned), two entries of one parameter,
-/// missing or unexpected tensors, other shapes or dtypes, numbers of updates that are none, ranks
-/// that bring different ones; kUsage as optimizer_state_dict(), and while a forward waits for its
-/// backward.
+/// Continues from `dict`, which any number of ranks in any layout may have made, with exactly its
+/// bits. Every rank passes the same dict and copies the elements that it owns, so tensors may map a
+/// file. A parameter without an entry's state starts without state. Load the model first: where
+/// parameters are written afterwards, the bits of a master are dropped. Nothing changes unless
+/// every rank can load everything. Collective. Errors, on all ranks and with every name: kContract
+/// for another kind of optimizer, missing or unexpected parameters (with Strict::kNo they are
+/// ignored and returned), two entries of one parameter, missing or unexpected tensors, other shapes
+/// or dtypes, impossible numbers of updates, and dicts that differ between ranks; kUsage as
+/// optimizer_state_dict(), and while a forward waits for its backward.
 StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimizer& optimizer,
                                               const OptimizerStateDict& dict,
                                               Strict strict = Strict::kYes);

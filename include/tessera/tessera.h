@@ -1,4 +1,4 @@
-// Everything a program that shards its own modules needs. Start with world.h, then shard.h.
+// All public headers, for a program that shards its own modules. Start with world.h, then shard.h.
 #pragma once
 
 #include "tessera/checkpoint.h"

@@ -1,9 +1,9 @@
-// set_trainable: freezes and unfreezes parameters of a sharded model between steps.
+// set_trainable(): freezes and unfreezes parameters of a sharded model between steps.
 //
-// What PyTorch's `requires_grad_` does to parameters under FSDP2, done for layouts in which frozen
-// and trained parameters lie in buckets of their own (docs/communication.md): the parameters of the
-// units concerned move to their new places, rank to rank, stretch by stretch; no rank holds a whole
-// parameter for it. docs/fsdp2.md says what FSDP2 does. Next: optim.h.
+// It does what PyTorch's `requires_grad_` does under FSDP2, for layouts in which frozen and trained
+// parameters are in separate buckets (docs/communication.md). The parameters of the affected units
+// move to their new places, from rank to rank and range by range; no rank holds a whole parameter
+// for it. docs/fsdp2.md compares it with FSDP2. Next: optim.h.
 #pragma once
 
 #include <string>
@@ -16,34 +16,35 @@ namespace tessera {
 
 class Optimizer;
 
+/// One change of set_trainable().
 struct TrainableChange {
-  std::vector<std::string> match;  ///< patterns as PrecisionRule::match, each must match something
-  bool trainable = true;
-  FrozenAs frozen_as = FrozenAs::kShard;  ///< of those that it freezes
+  std::vector<std::string> match;  ///< patterns as PrecisionRule::match; each matches a parameter
+  bool trainable = true;           ///< true = unfreeze, false = freeze
+  FrozenAs frozen_as = FrozenAs::kShard;  ///< how the frozen ones are kept
 };
 
-/// Applies the changes, the last one that matches a parameter counts. Collective: the same changes
-/// on all ranks, between steps. Storage and compute dtypes stay (but what becomes whole on every
-/// rank is stored as it computes from then on), and so do buffers; the rest of the contract
-/// (master, final, decay) is resolved anew. A unit of which nothing changes keeps its memory.
+/// Applies the changes; the last one that matches a parameter counts. Storage and compute dtypes
+/// and buffers stay, except that a parameter that becomes whole on every rank is stored in its
+/// compute dtype. The rest of the contract (master, final, decay) is resolved again. A unit without
+/// changes keeps its memory. Collective: the same changes on all ranks, between steps.
 ///
-/// `model` is the outermost handle. `follow`: every Optimizer made for it or for handles inside,
-/// each of which goes on with the parameters that it was made for; one that is left out refuses its
-/// next step. What they keep of a parameter moves with it. A parameter frozen as a shard keeps that
-/// for the time when it is trained again, as in torch.optim, while one that is replicated loses it;
-/// one that is trained for the first time begins at step 0. Checkpoints hold nothing of what an
-/// optimizer keeps of frozen parameters. Optimizers of torch.optim hold state for the old shards:
-/// make them anew.
+/// `model` is the outermost handle. `follow` has every Optimizer that was made for it or for inner
+/// handles. Each continues with the parameters that it was made for, and one that is left out
+/// refuses its next step. Optimizer state moves with its parameter. A parameter that is frozen as a
+/// shard keeps its state until it is trained again, as in torch.optim; a replicated one loses it. A
+/// parameter that is trained for the first time starts at step 0. Checkpoints hold no optimizer
+/// state of frozen parameters. Optimizers of torch.optim refer to the old shards: make new ones.
 ///
-/// Bytes that a rank sends: what others need of its shards and of what `follow` keeps for them.
-/// Memory: one unit's shards and state twice at a time.
+/// Bytes that a rank sends: the elements of its shards, and of their optimizer state, that other
+/// ranks need. Memory: the shards and state of one unit at a time, twice.
 ///
-/// Errors: kUsage with a forward that waits for its backward, with gradients on the shards
-/// (zero_grad() first) or in slots of micro-batches without sync; kContract for patterns that match
-/// nothing, parameters that cannot be trained (not floating; float16 without loss scaling) or hold
-/// values that a narrower replicated copy cannot, nothing left to train, changes or optimizers that
-/// differ between ranks. All before anything moved; after an error of the wire (kComm) values are
-/// lost, and the run goes on from a checkpoint.
+/// Errors: kUsage while a forward waits for its backward, with gradients on the shards (call
+/// zero_grad() first), and with unreduced gradients of micro-batches; kContract for patterns that
+/// match nothing, for parameters that cannot be trained (not floating; float16 without loss
+/// scaling) or whose values a narrower replicated copy cannot hold, for a model without trainable
+/// parameters, and for changes or optimizers that differ between ranks. These leave everything as
+/// it was. After an error of the wire (kComm) values are lost, and the run continues from a
+/// checkpoint.
 void set_trainable(ShardedBase& model, const std::vector<TrainableChange>& changes,
                    const std::vector<Optimizer*>& follow = {});
 

@@ -1,8 +1,8 @@
-// visit_tensors: every tensor inside the arguments or the result of a forward.
+// visit_tensors(): visits every tensor inside of the arguments or the result of a forward.
 //
-// Tensors, optionals, pairs, tuples, vectors, arrays, maps of them, and any type with a member
-// `void visit_tensors(F&& f)` that calls f(at::Tensor&) for each of its tensors. Anything else
-// holds none.
+// It looks into optionals, pairs, tuples, vectors, arrays and maps, and into any type with a member
+// `void visit_tensors(F&& f)` that calls f(at::Tensor&) for each of its tensors. Other types hold
+// none. Next: shard.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,20 +1,22 @@
-// WideScope: what computes wider on purpose says so (a norm's mean, a softmax).
+// WideScope: marks operations that compute in a wider dtype on purpose (a norm's mean, a softmax).
 //
-// DtypeWatch (dtype_watch.h) reports operations that leave the dtype of their unit, and takes those
-// inside a WideScope for intended.
+// DtypeWatch (dtype_watch.h) reports operations that leave the dtype of their unit, except those in
+// a WideScope. Next: dtype_watch.h.
 #pragma once
 
 namespace tessera {
 
-/// While alive, operations of this pass may give any dtype: their layer casts its result back.
+/// Lets the operations of this pass give any dtype while it lives; their layer casts its result
+/// back.
 class WideScope {
  public:
+  /// Opens the scope.
   WideScope();
   ~WideScope();
   WideScope(const WideScope&) = delete;
   WideScope& operator=(const WideScope&) = delete;
 
-  /// Whether this pass is inside one.
+  /// Returns whether this pass is inside a WideScope.
   static bool is_open();
 };
 
