@@ -1,5 +1,5 @@
-// Which bucket a parameter belongs to: the part of its contract that decides over the bytes of a
-// flat buffer and over the collectives that carry it. Next: layout/bucket_plan.h.
+// The bucket key of a contract: the fields that decide over the bytes of a flat buffer and over its
+// collectives. Next: layout/bucket_plan.h.
 #pragma once
 
 #include "layout/bucket_plan.h"
@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-/// Frozen parameters have no gradient, so what their gradient dtypes would be does not split
-/// buckets.
+/// Returns the key of a parameter's bucket. Frozen parameters have no gradient, so that gradient
+/// dtypes do not split their buckets.
 inline layout::BucketKey key_of(const GradContract& contract) {
   layout::BucketKey key;
   key.storage = contract.storage.dtype;
@@ -32,7 +32,7 @@ inline layout::BucketKey key_of(const GradContract& contract) {
   return key;
 }
 
-/// What a rank lays out of it.
+/// Returns what a rank lays out of the parameter.
 inline layout::PlanItem plan_item(const GradContract& contract) {
   return {contract.name, contract.local_numel(), key_of(contract)};
 }

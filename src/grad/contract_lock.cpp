@@ -13,7 +13,7 @@ namespace {
 constexpr std::string_view kFirstLine = "# contract lock 1 (tessera inspect --contract --lock)";
 constexpr std::array<std::string_view, 3> kKinds{"parameter ", "buffer ", "unit "};
 
-/// Without line ends; what stands behind the last one is a line, too, unless it is empty.
+/// Splits text into lines without their ends. Text after the last line end is a line unless empty.
 std::vector<std::string_view> lines_of(std::string_view text) {
   std::vector<std::string_view> lines;
   while (!text.empty()) {
@@ -34,7 +34,7 @@ void add_order(std::string& text, std::string_view kind, const std::vector<Contr
   }
 }
 
-/// Sorted, each once.
+/// Returns the lines of a contract, sorted, each once.
 std::vector<std::string> lines_of(const ModelContract& contract) {
   std::string text = to_lines(contract);
   add_order(text, "parameter", contract.parameters);
@@ -48,7 +48,7 @@ std::vector<std::string> lines_of(const ModelContract& contract) {
   return lines;
 }
 
-/// Behind the first line.
+/// Returns the lines after the first.
 std::vector<std::string_view> checked_lines(std::string_view lock, std::string_view file) {
   auto lines = lines_of(lock);
   const auto require = [&](bool holds, std::size_t number, std::string_view expected) {
@@ -92,7 +92,7 @@ std::vector<std::string> differences_from_lock(const ModelContract& contract, st
   for (const auto& line : now) {
     if (!std::ranges::binary_search(locked, std::string_view(line))) lines.push_back({line, '+'});
   }
-  // What a value was stands above what it is.
+  // Sorts the old value of a line above the new one.
   std::ranges::sort(lines, {}, [](const Line& line) {
     return std::tuple(line.text.substr(0, line.text.rfind(' ')), line.side == '+', line.text);
   });

@@ -1,8 +1,10 @@
-// The lock of a contract: what a run agrees on as a text file that is kept beside the code.
+// The lock of a contract: the values that a run agrees on, as a text file that is kept with the
+// code.
 //
-// A first line, then each value of each parameter, buffer and unit on a line of its own, sorted, so that a
-// diff of two locks shows what has changed and nothing else. The place of a parameter is said by the
-// one before it. Reasons are left out: they change no number. Pure. Next: tessera/model_contract.h.
+// After a first line it has one line for each value of each parameter, buffer and unit, sorted, so
+// that a diff of two locks shows exactly the changes. The position of a parameter is given by the
+// name before it. Reasons are left out: they change no number. Pure. Next:
+// tessera/model_contract.h.
 #pragma once
 
 #include <string>
@@ -15,9 +17,9 @@ namespace tessera::grad {
 
 std::string contract_lock(const ModelContract& contract);
 
-/// The lines in which `contract` differs from `lock`, sorted: "- ..." of the lock, "+ ..." of the
-/// contract; empty: none. `file` is said in errors. Errors: kFormat naming the line of a text that is no
-/// lock, as one that was edited by hand and is no longer sorted.
+/// Returns the lines in which `contract` differs from `lock`, sorted: "- ..." for lines of the
+/// lock, "+ ..." for lines of the contract. `file`: the name in errors. Errors: kFormat naming the
+/// line of a text that is no lock, also of one that was edited by hand and is no longer sorted.
 std::vector<std::string> differences_from_lock(const ModelContract& contract, std::string_view lock,
                                                std::string_view file);
 

@@ -12,9 +12,9 @@ namespace tessera::grad {
 
 namespace {
 
-constexpr std::int64_t kPart = std::int64_t{1} << 20;  // elements of the host looked at together
+constexpr std::int64_t kPart = std::int64_t{1} << 20;  // elements, on the host
 
-/// Which of `before` are no longer finite in `after`.
+/// Marks the elements of `before` that became infinite in `after`.
 at::Tensor lost_of(const at::Tensor& before, const at::Tensor& after) {
   return before.isfinite().logical_and(after.isinf());
 }
@@ -34,7 +34,7 @@ void finite_copy(const at::Tensor& to, const at::Tensor& from, std::string_view 
   const auto asked = to_dtype(to.scalar_type());
   const bool may_lose = is_floating(found) && !represents(asked, found);
   if (may_lose && from.device() != to.device()) {
-    // Looked at where it comes from.
+    // Casts and checks on the device that has the values.
     const at::Tensor narrow = at::empty(from.sizes(), from.options().dtype(to.scalar_type()));
     finite_copy(narrow, from, name);
     to.copy_(narrow);

@@ -1,4 +1,4 @@
-// A cast that loses a value is an error, not a warning: it names the tensor and what to change.
+// Casts that make a finite value infinite are errors, which name the tensor and the remedy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,12 +9,12 @@
 
 namespace tessera::grad {
 
-/// to.copy_(from), 1-D of one size. Errors: kContract naming `name` for a finite value that the
-/// dtype of `to` makes infinite.
+/// Does to.copy_(from), for 1-D tensors of one size. Errors: kContract naming `name` for a finite
+/// value that the dtype of `to` makes infinite.
 void finite_copy(const at::Tensor& to, const at::Tensor& from, std::string_view name);
 
-/// Values of a parameter as they are loaded: by way of GradContract::loaded_through. Errors: the
-/// same, also of that dtype.
+/// Copies loaded values of a parameter, through the dtype GradContract::loaded_through. Errors:
+/// those of finite_copy, for that dtype, too.
 void load_values(const at::Tensor& to, const at::Tensor& from, const GradContract& contract);
 
 }  // namespace tessera::grad

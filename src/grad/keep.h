@@ -1,4 +1,4 @@
-// Which checkpoint this thread is inside of, as keep() sees it (tessera/keep.h).
+// The checkpoint that this thread is inside of, for keep() (tessera/keep.h).
 //
 // checkpoint() opens a scope around each run of its function.
 // Next: ../fsdp/runtime/recompute_scopes.h.
@@ -14,25 +14,25 @@
 
 namespace tessera::grad {
 
-/// How each refusal of a second run that is not as the first one ends.
+/// The end of each message about a second run that differs from the first.
 inline constexpr auto kMakeDeterministic = "; make the checkpointed function deterministic";
 
-/// What keep() was given, as it was then.
+/// A result that keep() has stored, and its version at that time.
 struct Kept {
   at::Tensor value;
   std::int64_t version = 0;
 };
 
-/// Of one checkpointed forward, in order.
+/// The kept results of one checkpointed forward, in order.
 struct KeptResults {
   RecomputeMode mode = RecomputeMode::kFull;
   std::vector<Kept> kept;
-  std::size_t next_kept = 0;  ///< in the recomputation
+  std::size_t next_kept = 0;  ///< index of the next one, in the recomputation
 };
 
 enum class CheckpointRun : std::uint8_t { kFirst, kAgain };
 
-/// While alive, keep() on this thread adds to `results`, or takes from them.
+/// While alive, keep() on this thread adds to `results` or takes from them.
 class KeepScope {
  public:
   KeepScope(KeptResults& results, CheckpointRun run);
@@ -48,9 +48,11 @@ class KeepScope {
 /// Whether this thread runs the function of a checkpoint again.
 bool is_recomputing();
 
-/// Of the innermost scope of such a run on this thread, where its mode is selective; else null.
+/// Returns the results of the innermost scope of such a run on this thread, where its mode is
+/// selective; else null.
 KeptResults* recorded_results(CheckpointRun run);
-/// What keep() does there, for a value that was computed elsewhere. Errors: as keep().
+/// Take or add the next kept result as keep() does, for a value that was computed elsewhere.
+/// Errors: those of keep().
 at::Tensor next_recorded(at::IntArrayRef sizes);
 void add_kept(const at::Tensor& value);
 

@@ -16,7 +16,8 @@ namespace {
 using torch::autograd::FunctionPreHook;
 using torch::autograd::variable_list;
 
-/// How many edges of the graph under way end in each of its leaves' nodes. One walk a graph task.
+/// Returns how many edges of the present graph lead to the leaf's node. One walk for each graph
+/// task counts the edges of all leaves.
 int edges_into(const torch::autograd::Node* leaf) {
   struct Counted {
     int task = -1;
@@ -38,8 +39,8 @@ int edges_into(const torch::autograd::Node* leaf) {
   return found == counted.edges.end() ? 0 : found->second;
 }
 
-/// Before a forward has run nobody knows how often it uses a tensor. Where autograd's own sum is
-/// narrower than the slot, the contract says what the first backward has shown.
+/// Completes the contract in the first backward: how often a forward uses a tensor is not known
+/// before it has run. It matters where a sum of autograd is narrower than the slot.
 void count_uses(Leaf& leaf) {
   auto& contract = *leaf.contract;
   const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf.tensor);
@@ -47,7 +48,7 @@ void count_uses(Leaf& leaf) {
                            contract.raw_sum_by_autograd
                        ? 1
                        : edges_into(node.get());
-  if (uses == 0) return;  // of another forward
+  if (uses == 0) return;  // the leaf is of another forward
   leaf.uses_counted = true;
   if (uses == 1) return;
   contract.reason(ContractField::kGrad) += concat(", as of ", uses, " in the first backward");
@@ -73,7 +74,7 @@ class LeafHook : public FunctionPreHook {
   std::shared_ptr<Leaf> leaf_;
 };
 
-/// A `.grad` for optimizers and clips that were given the wrong tensors.
+/// Makes a `.grad` that throws, for optimizers and clips that were given the wrong tensors.
 at::Tensor poisoned_like(const at::Tensor& leaf, const std::string& name) {
   auto tensor = at::empty({0}, leaf.options().requires_grad(false));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(leaf.sizes());
@@ -121,8 +122,7 @@ bool arrives_alone(const Leaf& leaf) {
     for (const auto& hook : edge.function->tensor_pre_hooks()) {
       const auto* ours = dynamic_cast<const LeafHook*>(hook.get());
       if (ours == nullptr || ours->leaf().get() != &leaf) continue;
-      // The node that accumulates is this forward's alone, and belongs to the edges that lead
-      // there.
+      // Its AccumulateGrad node belongs to this forward alone, and only the edges to it hold it.
       return edge.function.use_count() == 1 && edge.function->tensor_pre_hooks().size() == 1 &&
              edge.function->pre_hooks().empty() && edge.function->post_hooks().empty();
     }

@@ -1,4 +1,4 @@
-// What a contract is shown, compared and hashed as; resolve.cpp makes it.
+// The text, the comparison and the hash of contracts; resolve.cpp makes them.
 #include "tessera/model_contract.h"
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 namespace tessera {
 namespace grad {
 
-// The whole contract as bytes for a hash and as lines for a comparison. Both are made of every
-// value once, as text by its name.
+// Turns the whole contract into bytes for a hash and lines for a comparison. Both are made from the
+// text of every value, by the name of its field.
 
 namespace {
 
@@ -31,7 +31,7 @@ std::string text(const std::optional<DType>& dtype) { return dtype ? text(*dtype
 std::string text(bool value) { return value ? "true" : "false"; }
 std::string text(const std::optional<bool>& value) { return value ? text(*value) : "none"; }
 
-/// The shortest digits that read back as the same number.
+/// Returns the shortest digits that read back as the same number.
 std::string text(double value) {
   std::array<char, 32> digits{};
   const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
@@ -44,7 +44,7 @@ std::string text(const std::vector<std::int64_t>& shape) {
   return joined + "]";
 }
 
-/// With their lengths, so that no name can look like two.
+/// Writes names with their lengths, so that no name can look like two.
 std::string text(const std::vector<std::string>& names) {
   std::string joined = "[";
   for (const std::string& name : names) {
@@ -53,7 +53,7 @@ std::string text(const std::vector<std::string>& names) {
   return joined + "]";
 }
 
-/// Every value of it; the shape that is cut where it is not the parameter's.
+/// Returns every value of the layout; sharded_shape only where it is not the parameter's.
 std::string text(const ParameterLayout& layout) {
   std::string joined = layout.mesh == MeshKind::kDense ? "dense" : "sparse";
   if (!layout.sharded_shape.empty()) joined += concat(" ", text(layout.sharded_shape));
@@ -86,17 +86,17 @@ std::vector<FieldText> values_of(const GradContract& c) {
           {"aliases", text(c.aliases)}};
 }
 
-/// The name comes first. Different values give different texts; reasons are left out. A field that
-/// is not listed here is in no hash.
+/// Returns all fields, the name first. Different values have different texts; reasons are left out.
+/// A field that is not listed here is in no hash.
 std::vector<FieldText> fields_of(const GradContract& c) {
   auto fields = values_of(c);
-  // Where there are any: hashes and texts of other models stay as they were.
+  // Listed only where there are any, so that hashes and texts of other models stay the same.
   if (!c.reductions.copies.empty()) {
     std::string ranks;
     for (const int rank : c.reductions.copies) ranks += concat(ranks.empty() ? "" : " ", rank);
     fields.push_back({"copies", ranks});
   }
-  // Only where there is one: runs on data axes alone keep their hashes.
+  // Listed only where there is one, so that runs on data axes alone keep their hashes.
   if (c.layout != ParameterLayout()) fields.push_back({"placement", text(c.layout)});
   if (c.loaded_through) fields.push_back({"loaded_through", text(c.loaded_through)});
   return fields;
@@ -132,7 +132,7 @@ void add(Hasher& hasher, std::string_view kind, const std::vector<Contract>& con
   }
 }
 
-/// Names come from modules and files: a line break in one would make two lines.
+/// Escapes names, which come from modules and files: a line break in one would make two lines.
 std::string shown(const std::string& name) {
   const std::string quoted = printable(name, name.size());
   return quoted.substr(1, quoted.size() - 2);
@@ -175,14 +175,14 @@ std::string to_lines(const ModelContract& contract) {
   return lines;
 }
 
-// The printed form of contracts: aligned columns, and every reason once, below, by its number.
+// The printed form of contracts: aligned columns, and below them every reason once, with a number.
 
 namespace {
 
 /// Numbers the distinct reasons in order of first use.
 class Legend {
  public:
-  /// " (3)"; nothing for no reason.
+  /// Returns " (3)"; "" for no reason.
   std::string mark(const std::string& reason);
   std::string print() const;
 
@@ -208,7 +208,8 @@ std::string Legend::print() const {
   return text;
 }
 
-/// A line a row, the last column without padding. All rows have as many cells as the first.
+/// Returns one line for each row, the last column without padding. All rows have as many cells as
+/// the first.
 std::string aligned(const std::vector<Row>& rows) {
   std::vector<std::size_t> width;
   for (const Row& row : rows) {
@@ -252,13 +253,13 @@ std::string placement_cell(const ParameterLayout& layout) {
   return layout == ParameterLayout() ? "-" : to_string(layout);
 }
 
-/// Without model axes there is nothing to say.
+/// Whether any contract has a placement on a model axis.
 bool has_placements(const std::vector<GradContract>& contracts) {
   return std::any_of(contracts.begin(), contracts.end(),
                      [](const auto& one) { return one.layout != ParameterLayout(); });
 }
 
-/// What happens to a gradient before it is added to the slot.
+/// Returns what happens to a gradient before it is added to the slot.
 std::string_view arrival_cell(const GradContract& contract) {
   if (contract.grad) return to_string(*contract.grad);
   return contract.raw_sum_by_autograd ? "summed raw" : "as it arrives";

@@ -1,10 +1,11 @@
-// PairAccumulators: the AccumulateGrad nodes of units that the forward of a pair is inside of.
+// PairAccumulators: the AccumulateGrad nodes of the units that the forward of a pair is inside of.
 //
-// libtorch keeps one node for a leaf, and a forward of a unit has nodes of its own ([Note: one leaf a
-// use] in grad/leaf.h). While the forward is inside a unit, the backward beside it may run a
-// checkpoint there again, with the same leaves. So each pass has its own nodes, which a turn
-// exchanges: else uses of a leaf that autograd adds up in turn would arrive in two sums, or those of
-// two calls in one, which is rounded. Threads: the rank's own.
+// libtorch keeps one node for a leaf, and each forward of a unit has separate nodes ([Note: one
+// leaf a use] in grad/leaf.h). While the forward is inside a unit, the backward of the pair may run
+// a checkpoint there again, with the same leaves. So each pass has its own nodes, and every change
+// of turns exchanges them. Otherwise uses of a leaf that autograd adds up in sequence would arrive
+// in two sums, or those of two calls in one sum, which is rounded. Threads: the rank's thread.
+// two calls in one, which is rounded. Threads: the rank's thread.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +19,11 @@ namespace tessera::grad {
 
 class PairAccumulators {
  public:
-  /// The forward enters a unit of these leaves, and has not renewed their nodes yet.
+  /// The forward enters a unit with these leaves. Must be called before it renews their nodes.
   void enter(const std::vector<std::shared_ptr<Leaf>>& leaves);
   /// The forward leaves the unit that it entered last.
   void leave();
-  /// The other pass resumes.
+  /// Exchanges the nodes, when the other pass resumes.
   void exchange();
 
  private:
@@ -30,8 +31,8 @@ class PairAccumulators {
     std::shared_ptr<Leaf> leaf;
     compat::NodePtr node;  ///< null: its next use makes one
   };
-  std::vector<OfOther> others_;        // of the pass that is suspended; once a leaf
-  std::vector<std::size_t> at_enter_;  // by open call: how many there were
+  std::vector<OfOther> others_;        // nodes of the suspended pass, one for each leaf
+  std::vector<std::size_t> at_enter_;  // by open call: size of others_ at its beginning
 };
 
 }  // namespace tessera::grad

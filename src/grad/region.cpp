@@ -24,7 +24,7 @@ std::vector<at::Tensor> in_region(const std::shared_ptr<Regions>& regions,
                                   const std::shared_ptr<torch::nn::Module>& owner,
                                   std::string_view name, const std::vector<at::Tensor>& inputs,
                                   const RegionBody& body) {
-  // Of a region inside another one the outer is recorded.
+  // A region inside a region is recorded as a part of the outer one.
   if (regions == nullptr || owner == nullptr || recording() != nullptr) return body(inputs);
   return regions->run(owner, name, inputs, body);
 }

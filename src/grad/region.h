@@ -1,10 +1,10 @@
-// The seam between a layer and whoever records and replays parts of its model (capture/).
+// The interface between a layer and code that records and replays parts of its model (capture/).
 //
-// A region is a function of the tensors that it is given: a layer says where one begins and ends, by
-// in_region(), and is called as ever where nobody replays. Who records meanwhile is told what
-// operations do not show: which raw gradient belongs to which slot (GradSink), and what makes a
-// region impossible to replay. Threads: each forward and backward runs on one, which is the rank's.
-// Next: ../capture/replay/regions.h.
+// A region is a function of the tensors that it gets. A layer marks it with in_region(), which
+// calls it directly where nothing replays. A recording also needs to know what operations do not
+// show: which raw gradient belongs to which slot (GradSink), and what makes a region impossible to
+// replay. Threads: each forward and backward runs on one, the rank's. Next:
+// ../capture/replay/regions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,21 +24,21 @@ namespace tessera::grad {
 
 using RegionBody = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>;
 
-/// What replays the regions of one model.
+/// Replays the regions of one model.
 class Regions {
  public:
   virtual ~Regions() = default;
-  /// body(inputs) of `owner`, which has one region of that `name` ("" = all of it), or what it would
-  /// have given, bit for bit, gradients too. Inputs may be undefined; the body reads nothing else
-  /// but what belongs to `owner`. Errors: those of the body.
+  /// Returns body(inputs), or exactly the bits that it would return, also for gradients. `owner`
+  /// has one region of that `name`; "" is all of it. Inputs may be undefined; the body reads
+  /// nothing but them and what belongs to `owner`. Errors: those of the body.
   virtual std::vector<at::Tensor> run(const std::shared_ptr<torch::nn::Module>& owner,
                                       std::string_view name, const std::vector<at::Tensor>& inputs,
                                       const RegionBody& body) = 0;
-  /// Parameters lie elsewhere from here on: what was recorded holds no longer.
+  /// Forgets all recordings, since parameters have moved.
   virtual void forget() = 0;
 };
 
-/// Of the model whose forward runs on this thread; null: bodies are called.
+/// Returns those of the model whose forward runs on this thread; null: bodies are called.
 const std::shared_ptr<Regions>& regions_here();
 
 /// While alive, `regions` are those of the model in this pass.
@@ -54,30 +54,31 @@ class RegionsScope {
   const std::shared_ptr<Regions>* outer_;
 };
 
-/// Body of `owner` in its region `name`, by the `regions` of the forward that it belongs to.
+/// Runs the body as region `name` of `owner`, by the `regions` of the forward that it belongs to.
 std::vector<at::Tensor> in_region(const std::shared_ptr<Regions>& regions,
                                   const std::shared_ptr<torch::nn::Module>& owner,
                                   std::string_view name, const std::vector<at::Tensor>& inputs,
                                   const RegionBody& body);
 
-/// Who records the operations of this thread.
+/// Records the operations of this thread.
 class Recording {
  public:
   virtual ~Recording() = default;
-  /// `raw` is what the slot's parameter gets here, beside what it got before.
+  /// Notes that the slot's parameter gets the gradient `raw` here, in addition to earlier ones.
   virtual void gradient(GradSink& sink, SlotId slot, const at::Tensor& raw) = 0;
-  /// The same, but `product` is formed later (WeightGradStore).
+  /// Notes a gradient whose `product` is formed later (WeightGradStore).
   virtual void deferred(GradSink& sink, SlotId slot, const Product& product) = 0;
-  /// keep() returns `value`: kept in the first run of a checkpoint, or taken from it again.
+  /// Notes that keep() returns `value`: kept in the first run of a checkpoint, or taken from it
+  /// again.
   virtual void keep(const at::Tensor& value, CheckpointRun run) = 0;
-  /// What is recorded can not be replayed. The first reason counts.
+  /// Notes that the recording cannot be replayed. The first reason counts.
   virtual void refuse(std::string_view why) = 0;
 };
 
-/// Null: nobody.
+/// Returns the recording of this thread; null where there is none.
 Recording* recording();
 
-/// While alive, `recording` is told, and passes take no turns: it hears of one.
+/// While alive, `recording` records this thread, and passes take no turns: it records one.
 class RecordingScope {
  public:
   explicit RecordingScope(Recording* recording);
@@ -90,7 +91,8 @@ class RecordingScope {
   const base::NoTurns no_turns_;
 };
 
-/// The same, of the forward that runs here; `owner` is held by a shared pointer, else it is called.
+/// The same for the forward that runs here. The body is called directly where no shared pointer
+/// holds `owner`.
 template <class Body>
 std::vector<at::Tensor> in_region(torch::nn::Module& owner, std::string_view name,
                                   const std::vector<at::Tensor>& inputs, const Body& body) {
@@ -99,7 +101,7 @@ std::vector<at::Tensor> in_region(torch::nn::Module& owner, std::string_view nam
   return in_region(regions, owner.weak_from_this().lock(), name, inputs, body);
 }
 
-/// As Recording::refuse(), where somebody records.
+/// Calls Recording::refuse() where this thread is recorded.
 inline void refuse_recording(std::string_view why) {
   if (auto* here = recording()) here->refuse(why);
 }

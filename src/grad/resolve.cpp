@@ -1,8 +1,9 @@
-// Resolution of contracts: of one parameter, one function a field, each leaves the value and its
-// reason; then of a whole model, what must hold between its tensors, its buffers and its units.
+// Resolves contracts: first one parameter, with a function for each field that sets the value and
+// its reason; then a whole model, with what must hold between its tensors, its buffers and its
+// units.
 //
-// The order matters only where one field defaults to another: trainable, storage, compute, reduce,
-// accumulate, and last what the optimizer keeps.
+// The order matters only where one field is the default of another: trainable, storage, compute,
+// reduce, accumulate, and last the optimizer's fields.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -42,7 +43,7 @@ void resolve_trainable(GradContract& contract, const ParameterMeta& meta, const 
   check_trainable_dtype(contract, meta.dtype);
 }
 
-/// Before a pin is looked at.
+/// Returns the compute dtype before pins are applied.
 Setting<DType> asked_compute(const ParameterMeta& meta, const Asked& asked,
                              const PrecisionPolicy& policy, DType storage) {
   const auto own = meta.published ? meta.published : meta.checkpoint;
@@ -62,7 +63,7 @@ Setting<DType> asked_compute(const ParameterMeta& meta, const Asked& asked,
   return {*policy.param_dtype, "[precision] param_dtype"};
 }
 
-/// How a refusal of float16 without a loss scaler goes on.
+/// Returns the rest of a message that refuses float16 without a loss scaler.
 std::string needs_scaler(const std::string& reason, const char* key) {
   return concat(
       ", expected float32 or bfloat16: without a loss scaler small gradients vanish; set "
@@ -102,7 +103,8 @@ void resolve_compute(GradContract& contract, const ParameterMeta& meta, const As
   contract.reason(ContractField::kCompute) = compute.reason;
 }
 
-/// Nothing gathers it, so nothing would cast it on the way: it is kept as it computes.
+/// Stores a replicated parameter in its compute dtype: it is not gathered, so that no gather casts
+/// it.
 void keep_whole(GradContract& contract) {
   if (!contract.replicated() || contract.storage == contract.compute) return;
   if (contract.storage.dtype != contract.compute.dtype) {
@@ -111,7 +113,7 @@ void keep_whole(GradContract& contract) {
   std::string& reason = contract.reason(ContractField::kStorage);
   reason = concat("as compute: whole on every rank, cast once when it is loaded, from ",
                   to_string(contract.storage.dtype), " (", reason, ")");
-  contract.compute.rounding = Rounding::kNearestEven;  // as copies round
+  contract.compute.rounding = Rounding::kNearestEven;  // copies round in this way
   contract.storage = contract.compute;
 }
 
@@ -177,8 +179,9 @@ void resolve_accumulate(GradContract& contract, const Asked& asked, const Precis
   reason = setting->reason;
 }
 
-/// Gradients are added to the slot as they arrive; but what meets in one node of the graph autograd
-/// has added before. How often a forward uses a parameter nobody knows before it has run.
+/// Adds to the reason that autograd sums in the raw dtype. Gradients are added to the slot as they
+/// arrive, but autograd adds those that meet in one node of the graph before. How often a forward
+/// uses a parameter is not known before it has run.
 void explain_raw_sums(GradContract& contract) {
   if (contract.raw_sum_by_autograd || contract.grad ||
       represents(contract.compute.dtype, contract.accumulate)) {
@@ -189,7 +192,7 @@ void explain_raw_sums(GradContract& contract) {
              to_string(contract.compute.dtype));
 }
 
-/// Integers and flags are carried as they are; there is nothing to compute or to sum.
+/// Sets all dtypes of integers and flags to storage: they are neither computed nor summed.
 void mirror_storage(GradContract& contract) {
   const DType dtype = contract.storage.dtype;
   contract.compute.dtype = dtype;
@@ -264,7 +267,7 @@ namespace {
 
 using grad::Asked;
 
-/// Each name once, over parameters, aliases and buffers.
+/// Checks that each name of parameters, aliases and buffers is unique.
 class Names {
  public:
   void claim(const std::string& name, const std::string& by) {
@@ -278,7 +281,7 @@ class Names {
 };
 
 void check_parameter(const ParameterMeta& meta) {
-  (void)meta.numel();  // refuses shapes that cannot be
+  (void)meta.numel();  // refuses invalid shapes
   TESSERA_CHECK(!meta.checkpoint || is_floating(*meta.checkpoint) == is_floating(meta.dtype),
                 ErrorKind::kContract, meta.name, ": found ", to_string(*meta.checkpoint),
                 " in the checkpoint, expected something like the model's ", to_string(meta.dtype),
@@ -339,7 +342,7 @@ ModelContract grad::resolve_tensors(const std::vector<ParameterMeta>& parameters
   for (const ParameterMeta& meta : parameters) asked.push_back(rules.ask(meta.name, meta.aliases));
   std::vector<Asked> asked_of_buffers;
   for (const BufferMeta& meta : buffers) asked_of_buffers.push_back(rules.ask(meta.name));
-  rules.check_all_matched(elsewhere);  // first: a misspelt pattern explains what else goes wrong
+  rules.check_all_matched(elsewhere);  // first: a misspelt pattern explains later errors
   grad::check_lora_rules(policy.rules, parameters, buffers);
   ModelContract model;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -350,8 +353,8 @@ ModelContract grad::resolve_tensors(const std::vector<ParameterMeta>& parameters
     for (const GradContract& contract : model.parameters) resolved.push_back(&contract);
     grad::check_no_decay(*policy.optimizer.no_decay, resolved);
   }
-  // An adapter trains beside its layer and makes nothing else of it: the layer's buffers are those
-  // of its frozen neighbours without one.
+  // An adapter is trained, but changes nothing else of its layer: the layer's buffers have the
+  // contracts that they have without it.
   std::vector<GradContract> parts;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i].lora != LoraPart::kAdapter) parts.push_back(model.parameters[i]);
@@ -374,14 +377,14 @@ std::vector<GradContract> resolve_contracts(const std::vector<ParameterMeta>& pa
 
 namespace tessera::grad {
 
-// Buffers are neither sharded nor gathered, so nothing casts them on the way into a forward: a
+// Buffers are neither sharded nor gathered, so that nothing casts them on the way into a forward: a
 // float32 buffer in a part that computes in bfloat16 makes its results float32, silently. In frozen
-// parts, where no user expects to find them changed or not, they are cast once after loading; in
-// trained ones they stay.
+// parts, whose buffers users do not expect to change, they are cast once after loading; in trained
+// parts they stay.
 
 namespace {
 
-/// Rope's tables under the names that models give them: positions need their digits.
+/// The names of RoPE tables in models. They are never cast, since positions need all digits.
 constexpr std::array<std::string_view, 5> kTables = {"*inv_freq", "rotary_emb", "freqs_cis",
                                                      "cos_cached", "sin_cached"};
 
@@ -391,12 +394,12 @@ bool is_table(const BufferMeta& meta) {
          });
 }
 
-/// The module that has it, or one around that (the whole model is one), has parameters and all of
-/// them are frozen.
+/// Whether the module that has the buffer, or one around it up to the whole model, has parameters,
+/// all of them frozen.
 bool in_frozen_subtree(const std::string& name, const std::vector<GradContract>& parameters) {
   for (std::string_view prefix = name; !prefix.empty();) {
     prefix.remove_suffix(1);
-    prefix = prefix.substr(0, prefix.rfind('.') + 1);  // none: the whole model
+    prefix = prefix.substr(0, prefix.rfind('.') + 1);  // empty: the whole model
     bool any = false;
     bool all_frozen = true;
     for (const GradContract& parameter : parameters) {
@@ -452,7 +455,7 @@ BufferContract resolve_buffer(const BufferMeta& meta, const Asked& asked,
 
 namespace {
 
-/// Elements of a unit's own floating parameters by their compute dtype.
+/// Returns the number of elements of a unit's own floating parameters by compute dtype.
 std::map<DType, std::int64_t> elements_by_compute(const UnitMeta& unit,
                                                   const std::vector<GradContract>& parameters) {
   std::map<DType, std::int64_t> elements;
@@ -465,8 +468,8 @@ std::map<DType, std::int64_t> elements_by_compute(const UnitMeta& unit,
   return elements;
 }
 
-/// Nothing of the unit computes in the policy's dtype or below: its layers take what comes, and an
-/// input rounded to that dtype would have lost its digits for nothing.
+/// Whether all of the unit computes in a wider dtype than the policy's: its layers accept any
+/// input, and a cast to the policy's dtype would only lose digits.
 bool all_wider(const std::map<DType, std::int64_t>& elements, DType than) {
   return !elements.empty() && std::all_of(elements.begin(), elements.end(), [&](const auto& each) {
     return each.first != than && represents(each.first, than);
@@ -504,8 +507,9 @@ void resolve_output(UnitContract& contract, const UnitMeta& unit, const Precisio
   }
 }
 
-/// Layers return the dtype that comes in, whatever their weights compute in: of a mixed unit inside
-/// another that is the policy's, though a rule has most elements compute in another.
+/// Layers return the dtype of their input, in any dtype of their weights. For a mixed unit inside
+/// another one that is the policy's dtype, even where a rule makes most elements compute in
+/// another.
 void resolve_activation(UnitContract& contract, const PrecisionPolicy& policy,
                         const std::map<DType, std::int64_t>& elements) {
   std::string& reason = contract.reason(UnitField::kActivation);

@@ -1,7 +1,7 @@
-// The rules of a policy: which of them speak about a parameter, and what they say together.
+// The rules of a policy: which of them match a parameter, and what they ask together.
 //
-// The last matching rule wins field by field. A pattern that matches nothing is an error: it is a
-// rule that its author believes to hold. Next: resolve.cpp.
+// The last matching rule wins field by field. A pattern that matches nothing is an error, since its
+// author expects it to have an effect. Next: resolve.cpp.
 #pragma once
 
 #include <optional>
@@ -19,7 +19,7 @@ struct Setting {
   std::string reason;
 };
 
-/// What the matching rules ask for one parameter.
+/// The settings that the matching rules ask for, for one parameter.
 struct Asked {
   std::optional<Setting<DType>> param_dtype;
   std::optional<Setting<DType>> reduce_dtype;
@@ -31,36 +31,36 @@ struct Asked {
   std::optional<Setting<FrozenRule>> frozen;
 };
 
-/// Whether a dtype can be computed in: floating, and not a payload format.
+/// Whether computation in the dtype is possible: it is floating, and no payload format.
 bool is_arithmetic(DType dtype);
 
-/// What is expected of the dtype in which gradients are summed that travel as `reduce`; none where
-/// `accumulate` holds all their values.
+/// Returns what is expected of the dtype in which gradients are summed that are sent as `reduce`;
+/// none where `accumulate` holds all their values.
 std::optional<std::string> wider_accumulator(DType accumulate, DType reduce);
 
-/// Refuses dtypes that nothing can be computed in, rules without a pattern, and rules that
-/// contradict themselves. Errors: kContract with the key.
+/// Refuses dtypes without arithmetic, rules without a pattern, and rules that contradict
+/// themselves. Errors: kContract with the key.
 void check_policy(const PrecisionPolicy& policy);
 
 class RuleBook {
  public:
-  /// `source`: where the rules stand, for messages.
+  /// `source`: where the rules are written, for messages.
   explicit RuleBook(const std::vector<PrecisionRule>& rules,
                     const char* source = "[[precision.rule]]");
 
-  /// Of one tensor by its names. Also notes which patterns matched.
+  /// Returns the settings for one tensor, by its names. Also notes which patterns matched.
   Asked ask(const std::string& name, const std::vector<std::string>& aliases = {});
 
-  /// Errors: kContract for the first pattern that has matched none of the names that were asked
-  /// for, with the one that may have been meant. `elsewhere`: patterns that have matched something
-  /// in another unit with rules of its own.
+  /// Errors: kContract for the first pattern that matched none of the names in calls of ask(), with
+  /// the name that may have been meant. `elsewhere`: patterns that matched in another unit with the
+  /// same rules.
   void check_all_matched(const std::vector<std::string>& elsewhere = {}) const;
 
  private:
   const std::vector<PrecisionRule>& rules_;
   const char* source_;
   std::vector<std::vector<bool>> matched_;  ///< by rule, by pattern
-  std::vector<std::string> names_;          ///< asked for, aliases included
+  std::vector<std::string> names_;          ///< names in calls of ask(), aliases included
   std::size_t tensors_ = 0;
 };
 

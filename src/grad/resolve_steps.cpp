@@ -60,9 +60,9 @@ std::optional<std::string> pinned_by(const Pins& pins, const Asked& asked,
 
 namespace {
 
-/// A pin is worth little when the shard is kept lower than what it computes in: bits that the file
-/// has lost do not come back. Only a `widen` (or a request for fp32 storage) says that this is
-/// understood.
+/// Resolves the storage of a pinned parameter. A pin needs storage as wide as the compute dtype:
+/// bits that the file has lost do not come back. A `widen`, or a request for fp32 storage, confirms
+/// that this is known.
 void pin_storage(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                  const PrecisionPolicy& policy) {
   const auto pin = pinned_by(pins_of(meta), asked, policy);
@@ -87,7 +87,7 @@ void pin_storage(GradContract& contract, const ParameterMeta& meta, const Asked&
                 " \"float32\"");
 }
 
-/// A request that cannot hold every value of what is there.
+/// Resolves a request for a dtype that cannot hold every value of the present one.
 void request_narrower(GradContract& contract, const ParameterMeta& meta, const Asked& asked,
                       const PrecisionPolicy& policy, const Setting<DType>& request) {
   const DType found = contract.storage.dtype;
@@ -137,14 +137,14 @@ void resolve_storage(GradContract& contract, const ParameterMeta& meta, const As
                 " freeze it (frozen = true in a [[precision.rule]])");
 }
 
-// What [lora] decides: a frozen base in its compute dtype, adapters in float32.
+// The part of [lora]: a frozen base in its compute dtype, adapters in float32.
 
 namespace {
 
 constexpr const char* kBaseReason = "[lora] base";
 constexpr const char* kAdapterReason = "[lora] adapter";
 
-/// What a rule asks that an adapter does not get: "param_dtype = bfloat16". Empty: nothing.
+/// Returns a setting of a rule that an adapter does not get, "param_dtype = bfloat16"; "" for none.
 std::string without_effect(const PrecisionRule& rule) {
   const auto other = [](const std::optional<DType>& dtype) {
     return dtype && *dtype != DType::kFloat32;
@@ -156,7 +156,7 @@ std::string without_effect(const PrecisionRule& rule) {
   return {};
 }
 
-/// Whether the pattern names an adapter and nothing beside adapters.
+/// Whether the pattern matches adapters and nothing else.
 bool matches_adapters_alone(const std::string& pattern,
                             const std::vector<ParameterMeta>& parameters,
                             const std::vector<BufferMeta>& buffers) {
@@ -181,8 +181,8 @@ void check_lora_rules(const std::vector<PrecisionRule>& rules,
     for (const std::string& pattern : rules[index].match) {
       TESSERA_CHECK(!matches_adapters_alone(pattern, parameters, buffers), ErrorKind::kContract,
                     "[[precision.rule]] ", index + 1, ": found the pattern \"", pattern,
-                    "\", which matches adapters alone, beside ", asked,
-                    ", expected a parameter of the model: adapters are float32 whatever is asked; "
+                    "\", which matches adapters alone, with ", asked,
+                    ", expected a parameter of the model: adapters are always float32; "
                     "correct match or leave the pattern out");
     }
   }
@@ -194,7 +194,7 @@ void resolve_lora_trainable(GradContract& contract, const ParameterMeta& meta, c
     const bool asks_frozen = asked.frozen->value != FrozenRule::kNo;
     TESSERA_CHECK(asks_frozen == is_base, ErrorKind::kContract, meta.name,
                   ": found frozen = ", asks_frozen ? "true" : "false", " (", asked.frozen->reason,
-                  ") beside lora.rank, which ",
+                  ") together with lora.rank, which ",
                   is_base ? "freezes the model" : "trains the adapters",
                   "; leave frozen out of the rule, and choose layers by lora.targets");
   }
@@ -205,7 +205,7 @@ void resolve_lora_trainable(GradContract& contract, const ParameterMeta& meta, c
 void resolve_lora_base(GradContract& contract, const ParameterMeta& meta) {
   const DType found = meta.checkpoint.value_or(meta.dtype);
   contract.storage.dtype = contract.compute.dtype;
-  // Nothing is trained that could be rounded another way: one cast, when it is loaded.
+  // A frozen base is cast once, when it is loaded, so that its rounding is that of a plain cast.
   contract.compute.rounding = Rounding::kNearestEven;
   contract.reason(ContractField::kStorage) =
       found == contract.compute.dtype
@@ -217,11 +217,11 @@ void resolve_lora_adapter(GradContract& contract) {
   contract.storage = contract.compute = {};
   contract.storage.dtype = contract.compute.dtype = DType::kFloat32;
   for (const ContractField field : {ContractField::kStorage, ContractField::kCompute}) {
-    contract.reason(field) = concat(kAdapterReason, ": float32 whatever is asked for");
+    contract.reason(field) = concat(kAdapterReason, ": always float32");
   }
 }
 
-// What the optimizer keeps.
+// The state of the optimizer.
 
 namespace {
 

@@ -1,4 +1,4 @@
-// What the rules of an optimizer make of one parameter. Pure. Next: tessera/optimizer_rule.h.
+// The update of one parameter by the rules of an optimizer. Pure. Next: tessera/optimizer_rule.h.
 #pragma once
 
 #include <optional>
@@ -12,8 +12,8 @@ namespace tessera::grad {
 
 struct RuledUpdate {
   double lr_scale = 1.0;
-  std::optional<double> weight_decay;  ///< none = no rule says
-  std::optional<bool> split_fused;     ///< the same
+  std::optional<double> weight_decay;  ///< none: no rule sets it
+  std::optional<bool> split_fused;     ///< none: no rule sets it
   std::string reason;                  ///< "rule 2 (*norm): weight_decay 0"; "" where none matches
 };
 RuledUpdate ruled_update(const std::vector<OptimizerRule>& rules, const GradContract& contract);
@@ -23,12 +23,12 @@ RuledUpdate ruled_update(const std::vector<OptimizerRule>& rules, const GradCont
 void check_optimizer_rules(const std::vector<OptimizerRule>& rules,
                            const std::vector<const GradContract*>& contracts);
 
-/// The same rules where only `contracts` are here, as in a stage of a pipeline: patterns that match
-/// none of them are left out. The whole model's were checked.
+/// Returns the rules for a part of the model, such as a stage of a pipeline: without patterns that
+/// match none of `contracts`. The rules were checked for the whole model.
 std::vector<OptimizerRule> rules_for(const std::vector<OptimizerRule>& rules,
                                      const std::vector<const GradContract*>& contracts);
 
-/// GradContract::decays as the rules say, and the reason of all that they say. Rules are checked.
+/// Sets GradContract::decays by the rules, which were checked, and adds their reason.
 void resolve_ruled(GradContract& contract, const std::vector<OptimizerRule>& rules);
 
 }  // namespace tessera::grad

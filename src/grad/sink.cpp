@@ -110,7 +110,7 @@ void GradSink::check(const Entry& entry, const at::Tensor& raw, std::int64_t row
 
 namespace {
 
-/// Where somebody records, what the sink does with a gradient is not part of it.
+/// Returns the keys to exclude in a recording, of which the sink's operations are not a part.
 c10::DispatchKeySet what_watches() {
   return recording() == nullptr ? c10::DispatchKeySet() : c10::DispatchKeySet(kernels::kWatchKey);
 }
@@ -157,19 +157,19 @@ void GradSink::accept_rows(SlotId id, const at::Tensor& rows, const at::Tensor& 
   if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, target);
 }
 
-std::optional<SharedSlot> GradSink::lend(SlotId id, const RawLike& raw, Source source) {
+std::optional<SharedSlot> GradSink::share(SlotId id, const RawLike& raw, Source source) {
   const auto& entry = slots_.at(id);
   const auto& contract = *entry.contract;
   check_dtype(entry, raw.dtype, source);
   check_shape(entry, raw.sizes, shape_of(entry), source);
   check_trainable(entry, source);
-  if (recording() != nullptr) return std::nullopt;  // it would be part of what is recorded
+  if (recording() != nullptr) return std::nullopt;  // the write would be recorded
   if (contract.grad || raw.dtype != to_scalar_type(contract.accumulate)) return std::nullopt;
   const at::NoGradGuard no_grad;
   const at::Tensor slot = entry.owner->share_slot(entry.parameter);
   if (!slot.defined()) return std::nullopt;
   SharedSlot shared(this, id, slot.view(raw.sizes));
-  // Copied there it would have been, from wherever it is.
+  // accept() would copy the gradient from any device.
   if (slot.device() != raw.device) return std::nullopt;
   return shared;
 }
@@ -177,9 +177,9 @@ std::optional<SharedSlot> GradSink::lend(SlotId id, const RawLike& raw, Source s
 bool GradSink::write(SlotId id, const Product& product, Source source) {
   if (!product.write) return false;
   TESSERA_INVARIANT(!product.reads.empty(), "a product of nothing");
-  auto shared = lend(id, {product.sizes, product.dtype, product.reads.front().device()}, source);
+  auto shared = share(id, {product.sizes, product.dtype, product.reads.front().device()}, source);
   if (!shared) return false;
-  // Of memory that it reads a kernel would make the first part of what it writes there.
+  // A kernel must not write to memory that it reads.
   for (const at::Tensor& read : product.reads) {
     if (read.defined() && read.is_alias_of(shared->tensor())) return false;
   }
@@ -200,12 +200,12 @@ SharedSlot::~SharedSlot() {
   try {
     sink_->end_loan(id_, tensor_, /*arrived=*/false);
   } catch (const std::exception&) {
-    // What is under way says more: the loan of a slot that is gone ends with it.
+    // Destructors must not throw. The share of a removed slot has ended with it.
   }
 }
 
 void SharedSlot::recycle() {
-  TESSERA_INVARIANT(sink_ != nullptr, "a shared slot that was given back before");
+  TESSERA_INVARIANT(sink_ != nullptr, "a shared slot was recycled twice");
   std::exchange(sink_, nullptr)->end_loan(id_, tensor_, /*arrived=*/true);
 }
 
@@ -235,7 +235,7 @@ const Ticket::Promise& GradSink::open_promise(const Ticket& ticket) const {
       promise->state != Ticket::State::kDropped, ErrorKind::kContract, "deferred gradient of ",
       promise->text(),
       ": found a ticket of a step that failed, or of a module that is gone, expected one of this "
-      "step; forget what was owed, and keep the handles");
+      "step; drop the tickets of failed steps, and keep the handles");
   TESSERA_CHECK(promise->sink == this, ErrorKind::kContract, "deferred gradient of ",
                 promise->text(),
                 ": found a ticket of another model, expected one of this sink's promise()");
@@ -295,7 +295,7 @@ void WeightGradStore::put(SlotId slot, Product product, const comm::Stream& made
 
 void WeightGradStore::form(std::size_t place) {
   const auto at = pending_.begin() + static_cast<std::ptrdiff_t>(place);
-  // Its inputs are given back before the next product is formed.
+  // Its inputs are freed before the next product is formed.
   const PendingBackward pending = std::move(*at);
   pending_.erase(at);
   if (const auto* hook = test_hooks::hands_in.get()) {
@@ -310,7 +310,7 @@ void WeightGradStore::hand_in(const PendingBackward& pending) {
       pending.made_on ? comm::Stream::current(pending.made_on.device()) : comm::Stream();
   comm::order(pending.made_on, here, comm::EventSite::kDeferred);
   sink_.redeem(pending.ticket, pending.product);
-  // They are freed there.
+  // The inputs are freed on that stream.
   comm::order(here, pending.made_on, comm::EventSite::kDeferred);
 }
 

@@ -5,12 +5,12 @@
 //   captured backward ----------------------------------------------+   check, round if asked, add
 //
 // A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate`
-// dtype: cast and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the
-// contract's `grad` asks for a rounding. What arrives first is a copy alone, which a kernel that
-// writes its result into the slot saves: it is shared the slot for that. [Note: direct slots]
-// Gradients are never counted ([Note: readiness] of fsdp/runtime/runtime.h); only tickets are. The
-// sink owns no memory and starts no collective: slots belong to a SlotOwner (fsdp/runtime/bucket.h).
-// Threads: those that run the rank's backward, one at a time.
+// dtype: cast and add *is* the copy-in. Any dtype that arrives is added unrounded unless the
+// contract's `grad` asks for a rounding. The first arrival is a mere copy, which is saved where a
+// kernel writes its result into the slot. [Note: direct slots] Gradients are never counted ([Note:
+// readiness] in fsdp/runtime/runtime.h); only tickets are. The sink owns no memory and starts no
+// collective: slots belong to a SlotOwner (fsdp/runtime/bucket.h). Threads: those that run the
+// rank's backward, one at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,12 +30,12 @@
 
 namespace tessera::grad {
 
-/// kCaptured: of a recorded region that is replayed (../capture/replay/). It hands in what eager
-/// autograd does.
+/// kCaptured: from a recorded region that is replayed (../capture/replay/). It passes the gradients
+/// that eager autograd would.
 enum class Source : std::uint8_t { kEager, kDeferred, kCaptured };
 std::string_view to_string(Source source);
 
-/// Where a slot's memory comes from and who wants to know what happens to it.
+/// Provides the memory of slots and is told of their changes.
 class SlotOwner {
  public:
   virtual ~SlotOwner() = default;
@@ -46,12 +46,12 @@ class SlotOwner {
   /// Opens the slot for one contribution. Errors: kContract when no forward of the unit is open
   /// ([Note: gradient lifetime]), kInternal while its buffer is in flight.
   virtual View open_slot(std::size_t parameter) = 0;
-  /// The same for a kernel that writes the whole of it: [numel], where nothing is in it yet and
-  /// nobody would have to be waited for, else undefined, and nothing happened. Nothing has arrived
-  /// before end_loan() says so. Errors: as open_slot().
+  /// Shares the slot with a kernel that writes all of it: [numel]. Undefined, without effect, where
+  /// the slot is not empty or would have to be waited for. The gradient arrives with end_loan().
+  /// Errors: as open_slot().
   virtual at::Tensor share_slot(std::size_t parameter) = 0;
-  /// Once for each that share_slot() gave. Not `arrived`: as if nobody had asked, whatever stands in
-  /// it.
+  /// Ends what share_slot() began; must be called once. Without `arrived` the slot counts as empty,
+  /// with any contents.
   virtual void end_loan(std::size_t parameter, bool arrived) = 0;
   /// A ticket of this owner was opened (+1) or closed (-1).
   virtual void tickets_changed(int delta) = 0;
@@ -62,37 +62,36 @@ using SlotId = std::uint32_t;
 class GradSink;
 class WeightGradStore;
 
-/// What a gradient will be, before there is one.
+/// The sizes, dtype and device of a gradient that is not formed yet.
 struct RawLike {
   at::IntArrayRef sizes;
   at::ScalarType dtype;
   at::Device device;
 };
 
-/// How a raw gradient is formed: shaped and typed as the backward would have given it.
+/// Forms a raw gradient, with the shape and dtype that the backward would return.
 struct Product {
   using Reads = std::vector<at::Tensor>;
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype;
-  Reads reads;  ///< all that it is formed of
-  /// In memory of its own.
+  Reads reads;  ///< all tensors that it is formed from
+  /// Returns it in new memory.
   std::function<at::Tensor(const Reads& reads)> form;
-  /// The same bits, all of them, into `slot`, contiguous and of these sizes and this dtype. Empty:
-  /// there is no such way.
+  /// Writes the same bits to `slot`, which is contiguous and has these sizes and this dtype. Empty
+  /// where that is not possible.
   std::function<void(const Reads& reads, const at::Tensor& slot)> write = {};
 
   at::Tensor formed() const { return form(reads); }
 };
 
-/// A slot that a kernel writes, the whole of it, as the first gradient of its parameter. [Note:
-/// direct slots]
+/// A slot that a kernel writes as the first gradient of its parameter. [Note: direct slots]
 ///
-/// A product of a layer's size would be formed beside its slot and copied there; written into it
-/// it is the same product, with the same bits: the slot is as contiguous and as aligned as fresh
-/// memory. Later arrivals are formed beside it and added, since a product that adds to what stands
-/// there rounds otherwise. Given back once, on the stream on which the kernel was launched, which
-/// is the one that was current when it was shared; not given back (the kernel threw) it is as if
-/// nobody had asked. It lives no longer than sink and unit. Threads: as the sink.
+/// Otherwise a product of a layer's size would be formed in new memory and copied to its slot.
+/// Written into the slot it has the same bits: the slot is as contiguous and as aligned as new
+/// memory. Later arrivals are formed in new memory and added, since a product that adds to present
+/// values rounds differently. recycle() must be called once, on the stream on which the kernel was
+/// launched and which was current when the slot was shared. Without it (the kernel threw) the slot
+/// counts as not shared. It must not outlive sink and unit. Threads: as the sink.
 class SharedSlot {
  public:
   SharedSlot(SharedSlot&& other) noexcept
@@ -104,9 +103,9 @@ class SharedSlot {
   SharedSlot& operator=(const SharedSlot&) = delete;
   ~SharedSlot();
 
-  /// As the tensor of this rank's layer, contiguous, `accumulate`.
+  /// The slot, in the shape of this rank's layer, contiguous, in the dtype `accumulate`.
   const at::Tensor& tensor() const { return tensor_; }
-  /// It is written: the gradient has arrived. Errors: kInternal for a second time.
+  /// Notes that the gradient was written and has arrived. Errors: kInternal for a second call.
   void recycle();
 
  private:
@@ -114,24 +113,24 @@ class SharedSlot {
   SharedSlot(GradSink* sink, SlotId id, at::Tensor tensor)
       : sink_(sink), id_(id), tensor_(std::move(tensor)) {}
 
-  GradSink* sink_;  // null: it was given back, or moved from
+  GradSink* sink_;  // null after recycle(), or when moved from
   SlotId id_;
   at::Tensor tensor_;
 };
 
-/// Whose a weight gradient is that was put off, as a schedule names it.
+/// The stage and micro-batch of a deferred weight gradient, as a schedule names them.
 struct WeightGradGroup {
   int stage = -1;  ///< of this rank; -1: there are no stages
   std::int64_t micro_batch = 0;
   bool operator==(const WeightGradGroup&) const = default;
 };
 
-/// A gradient that is owed: made by GradSink::promise(), handed back to redeem(). Copies are the
-/// same ticket. It knows what it stands for, so that the sink keeps no book of what is settled.
+/// A pending gradient: GradSink::promise() makes it and redeem() takes it. Copies are the same
+/// ticket. It holds its own state, so that the sink need not record redeemed tickets.
 class Ticket {
  public:
   Ticket() = default;
-  SlotId slot() const { return promise_->slot; }  ///< of one that was promised
+  SlotId slot() const { return promise_->slot; }  ///< must not be empty
 
  private:
   friend class GradSink;
@@ -150,62 +149,64 @@ class Ticket {
 
 class GradSink {
  public:
-  /// `contract` must outlive the sink or be replaced by update(); `parameter` is the owner's own
-  /// number.
+  /// `contract` must outlive the sink or be replaced by update(). `parameter`: the owner's number
+  /// of the slot.
   SlotId add(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
-  /// The slot's parameter moved to another unit or contract.
+  /// Changes the owner or contract of the slot's parameter.
   void update(SlotId slot, const GradContract* contract, SlotOwner* owner, std::size_t parameter);
 
-  /// The slot's parameter is gone, and with it what it was owed.
+  /// Removes the slot, and drops its tickets.
   void remove(SlotId slot);
 
-  /// Checks `raw` against the contract and adds it to the slot. An undefined gradient is nothing.
+  /// Checks `raw` against the contract and adds it to the slot. An undefined gradient is skipped.
   /// Shapes: raw as the tensor of this rank's layer. Errors: kContract naming the parameter, for
   /// sparse or complex gradients, a wrong shape or device, a gradient that itself requires grad
   /// (create_graph).
   void accept(SlotId slot, const at::Tensor& raw, Source source);
-  /// The same of a gradient that is zero but for some rows of its first dim, `raw` [U, ...] in the
-  /// `rows` [U] i64, each named once: as accept() would add the whole of it, which nobody has to
-  /// make. Errors: as accept(), kInternal for rows that are not there.
+  /// Adds a gradient that is zero except for some rows of its first dim: `raw` [U, ...] are the
+  /// rows with the numbers `rows` [U] i64, each named once. Does what accept() does with the whole
+  /// gradient, which need not be formed. Errors: those of accept(), kInternal for rows that do not
+  /// exist.
   void accept_rows(SlotId slot, const at::Tensor& rows, const at::Tensor& raw, Source source);
 
-  /// Lends the slot to a kernel, where what it would write is what accept() would leave: the first
-  /// arrival, of a parameter without `grad`, in the dtype of the slot and on its device. Else none,
-  /// nothing happened, and the gradient goes through accept(). Where it was put off, the source
-  /// says so. Errors: as accept().
-  std::optional<SharedSlot> lend(SlotId slot, const RawLike& raw, Source source);
-  /// Lets `product` write its gradient into the slot, where that may be shared and is nothing that
-  /// the product reads; else false, and nothing happened. Errors: as lend(), those of the product.
+  /// Shares the slot with a kernel, where writing it has the result of accept(): for the first
+  /// arrival of a parameter without `grad`, in the dtype of the slot and on its device. Returns
+  /// none, without effect, otherwise; the gradient then goes through accept(). `source` says
+  /// whether it was deferred. Errors: as accept().
+  std::optional<SharedSlot> share(SlotId slot, const RawLike& raw, Source source);
+  /// Lets `product` write its gradient into the slot, where that can be shared and the product does
+  /// not read it; else returns false, without effect. Errors: those of share() and of the product.
   bool write(SlotId slot, const Product& product, Source source);
 
-  /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready
-  /// before.
+  /// Announces a gradient that will come after the nodes of this backward ran. Its unit is not
+  /// reduced before it.
   Ticket promise(SlotId slot, std::string layer, WeightGradGroup group);
   Ticket promise(SlotId slot, std::string layer, std::int64_t micro_batch) {
     return promise(slot, std::move(layer), {-1, micro_batch});
   }
-  /// Hands it in. Errors: kContract for a ticket that was redeemed before (in whatever step), or
-  /// dropped, naming parameter, layer and micro-batch; for one of another sink.
+  /// Adds the gradient of a ticket. Errors: kContract, naming parameter, layer and micro-batch, for
+  /// a ticket that was redeemed before (in any step) or dropped; for one of another sink.
   void redeem(const Ticket& ticket, const at::Tensor& raw);
-  /// The same, formed now: in the slot, where that may be shared.
+  /// Forms the gradient of a ticket now, in the slot where that can be shared.
   void redeem(const Ticket& ticket, const Product& product);
-  /// Throws kContract naming every ticket that is still open. `before`: what it stands in front of.
+  /// Throws kContract naming every ticket that is still open. `before`: the call that requires it,
+  /// for messages.
   void require_all_redeemed(const char* before) const;
-  /// The same of those that `is_meant` says.
+  /// Throws kContract naming the open tickets for which `is_meant` returns true.
   void require_redeemed(
       const char* before,
       const std::function<bool(const SlotOwner&, WeightGradGroup)>& is_meant) const;
   std::size_t open_tickets() const { return open_.size(); }
-  /// Forgets all tickets (after an exception). Owners are not told: nothing of theirs goes on.
+  /// Forgets all tickets (after an exception). Owners are not told: they forget everything, too.
   void drop_tickets();
 
   const GradContract& contract(SlotId slot) const { return *slots_.at(slot).contract; }
 
-  /// Where layers put off their weight gradients; null: they do not.
+  /// The store of deferred weight gradients; null: layers do not defer them.
   WeightGradStore* store() const { return store_; }
   void set_store(WeightGradStore* store) { store_ = store; }
-  /// Where a backward that forms them leaves those that are to be formed while one of its exchanges
-  /// is under way; null: nowhere.
+  /// The store of weight gradients that a backward forms while one of its exchanges is under way;
+  /// null: none.
   WeightGradStore* under_exchange() const { return under_exchange_; }
   void set_under_exchange(WeightGradStore* store) { under_exchange_ = store; }
 
@@ -214,7 +215,7 @@ class GradSink {
     const GradContract* contract = nullptr;
     SlotOwner* owner = nullptr;
     std::size_t parameter = 0;
-    std::vector<std::int64_t> local_shape;  // empty: the contract's
+    std::vector<std::int64_t> local_shape;  // empty: that of the contract
   };
   static Entry entry_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
   friend class SharedSlot;
@@ -224,7 +225,7 @@ class GradSink {
   static void check_shape(const Entry& entry, at::IntArrayRef found, at::IntArrayRef expected,
                           Source source);
   static void check_trainable(const Entry& entry, Source source);
-  /// `rows`: how many of its first dim raw has; -1: all.
+  /// `rows`: the number of rows of the first dim that raw has; -1: all.
   static void check(const Entry& entry, const at::Tensor& raw, std::int64_t rows, Source source);
   const Ticket::Promise& open_promise(const Ticket& ticket) const;
   void close(const Ticket& ticket);
@@ -235,34 +236,35 @@ class GradSink {
   WeightGradStore* under_exchange_ = nullptr;
 };
 
-/// Weight gradients that a backward leaves for later, so that the gradients of inputs, for which
-/// others wait, come first.
+/// Weight gradients that a backward defers, so that gradients of inputs, for which other ranks
+/// wait, come first.
 ///
-/// What is put holds the inputs of its product (a layer's input and the gradient of its output)
-/// until run() forms it: that is the price. Tickets keep the units from being reduced before. A
-/// model has two of them: what waits for run_weight_gradients(), and GradSink::under_exchange(),
-/// which a backward fills and empties. Threads as the sink. On a device a product is formed on the
-/// stream that is current then, behind the one that made its inputs. Source: zero-bubble schedules
-/// (arXiv 2401.10241), which split a backward in this way. Next: ../nn/linear.h.
+/// A deferred product keeps its inputs (a layer's input and the gradient of its output) until run()
+/// forms it, which costs memory. Tickets keep the units from being reduced before that. A model has
+/// two stores: one for run_weight_gradients(), and GradSink::under_exchange(), which a backward
+/// fills and empties. Threads: as the sink. On a device a product is formed on the current stream,
+/// ordered after the stream that made its inputs. Source: zero-bubble schedules (arXiv 2401.10241),
+/// which split a backward in this way. Next: ../nn/linear.h.
 class WeightGradStore {
  public:
   explicit WeightGradStore(GradSink& sink) : sink_(sink) {}
 
-  /// A backward begins: the next micro-batch, as errors name it, counted from 0 since run().
+  /// Begins a backward: that of the next micro-batch, counted from 0 since run(), as errors name
+  /// it.
   void begin_micro_batch() { begin({-1, counted_++}); }
-  /// The same of a schedule, whose own numbers these are.
+  /// Begins a backward with the numbers of a schedule.
   void begin(WeightGradGroup group) { group_ = group; }
   WeightGradGroup group() const { return group_; }
   /// `made_on`: the stream of a device on which the inputs of the product were made.
   void put(SlotId slot, Product product, const comm::Stream& made_on = {});
-  /// Forms what was put, oldest first, and hands it to the sink. Where a product throws, those
-  /// after it stay owed.
+  /// Forms the deferred gradients, oldest first, and passes them to the sink. Where a product
+  /// throws, those after it stay pending.
   void form_all();
-  /// The same, and counts micro-batches from 0 again.
+  /// Does that, and counts micro-batches from 0 again.
   void run();
-  /// The same of one group alone.
+  /// Forms the gradients of one group alone.
   void run(WeightGradGroup group);
-  /// Forgets everything (after an exception); the sink forgets the tickets.
+  /// Forgets everything (after an exception). The sink forgets the tickets.
   void drop();
   std::size_t size() const { return pending_.size(); }
 
@@ -273,7 +275,7 @@ class WeightGradStore {
     Product product;
     comm::Stream made_on;
   };
-  void form(std::size_t place);  ///< in `owed_`
+  void form(std::size_t place);  ///< index in pending_
   void hand_in(const PendingBackward& pending);
 
   GradSink& sink_;

@@ -1,8 +1,8 @@
-// Slot: a place in a model that calls its module directly until the module is sharded, then through
-// what stands in front of it: its handle.
+// Slot: a place in a model that calls its module directly until the module is sharded, and then
+// through the module's handle.
 //
-// Our own models reach their blocks through slots, so that train/parallelize.cpp decides what
-// becomes a unit, and what a slot calls knows of no sharding.
+// Tessera's models call their blocks through slots, so that train/parallelize.cpp decides which
+// blocks become units, and the calling code does not depend on sharding.
 #pragma once
 
 #include <functional>
@@ -25,8 +25,8 @@ class Slot {
                     : module_->forward(std::forward<Args>(args)...);
   }
 
-  /// From now on calls go to the handle's forward, which has the module's signature. The handle is
-  /// what a parent's fully_shard has to find: register it in the place of the module.
+  /// Makes calls go to the handle's forward from now on, which has the module's signature. The
+  /// fully_shard of a parent has to find the handle: register it in the place of the module.
   template <class Handle>
   void call_through(std::shared_ptr<Handle> handle) {
     forward_ = [handle = std::move(handle)](auto&&... args) {

@@ -1,4 +1,4 @@
-// DType <-> c10::ScalarType: the only place where the two enumerations meet.
+// Converts between DType and c10::ScalarType; nothing else does.
 #pragma once
 
 #include <c10/core/ScalarType.h>

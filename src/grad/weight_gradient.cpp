@@ -23,7 +23,7 @@ at::Tensor weight_gradient(const at::Tensor& parameter, Product product, WeightG
   }
   if (leaf->sink->write(leaf->slot, product, Source::kEager)) return {};
   if (parameter.is_cpu()) return product.formed();
-  // On a device, which has less memory: given back before the node makes anything else.
+  // On a device, which has less memory, it is added at once and freed before the node continues.
   leaf->sink->accept(leaf->slot, product.formed(), Source::kEager);
   return {};
 }

@@ -1,11 +1,11 @@
-// Where parameters begin in a bucket's memory (bucket_plan.h).
+// The alignment of parameters in a bucket's memory (bucket_plan.h).
 #pragma once
 
 #include <cstdint>
 
 namespace tessera::layout {
 
-/// What kernels of the CPU load at once, and what CUDA's allocator and copies are aligned to.
+/// The bytes that CPU kernels load at once, and the alignment of CUDA's allocator and copies.
 inline constexpr std::int64_t kHostAlignment = 64, kDeviceAlignment = 256;
 
 }  // namespace tessera::layout

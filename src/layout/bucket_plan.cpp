@@ -9,7 +9,7 @@
 namespace tessera::layout {
 namespace {
 
-/// The smallest multiple of `step` that is not below `value`.
+/// Returns the smallest multiple of `step` that is not below `value`.
 std::int64_t round_up(std::int64_t value, std::int64_t step) {
   const std::int64_t over = value % step;
   if (over == 0) return value;
@@ -24,7 +24,7 @@ std::int64_t add(std::int64_t a, std::int64_t b) {
   return a + b;
 }
 
-/// Elements of the compute dtype that make up the alignment.
+/// Returns the alignment in elements of the compute dtype.
 std::int64_t alignment_numel(const BucketKey& key, const PlanOptions& options) {
   const std::int64_t bytes = size_of(key.compute);
   TESSERA_INVARIANT(options.alignment_bytes > 0 && options.alignment_bytes % bytes == 0,
@@ -40,7 +40,7 @@ BucketPlan& bucket_for(UnitPlan& plan, const BucketKey& key, const PlanOptions& 
   return plan.buckets.back();
 }
 
-/// What the elements of the line above are in bytes.
+/// Returns the line with the bytes of a bucket.
 std::string bytes_line(const BucketPlan& bucket) {
   const auto sent = [&](std::int64_t bytes) { return sent_bytes(bytes, bucket.ranks); };
   std::string text =
@@ -155,8 +155,8 @@ std::string to_string(const UnitPlan& plan, const std::vector<PlanItem>& items) 
   return text;
 }
 
-// The validator says of any plan, wherever it came from, whether it keeps the promises of the
-// header. It shares no arithmetic with plan_unit, so that a mistake there is seen here.
+// The validator checks any plan against the properties in the header. It shares no arithmetic with
+// plan_unit, so that it finds mistakes there.
 
 namespace {
 
@@ -180,7 +180,7 @@ void check_length(const BucketPlan& bucket, const std::string& where, const Plan
                     bucket.numel);
 }
 
-/// Also marks the items that the bucket holds.
+/// Also counts the bucket's items in `seen`.
 void check_parameters(const BucketPlan& bucket, const std::string& where,
                       const std::vector<PlanItem>& items, const PlanOptions& options,
                       std::vector<int>& seen) {

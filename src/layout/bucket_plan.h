@@ -1,11 +1,11 @@
-// Bucket plan: where every parameter of a unit lies in the flat buffers that are gathered and
+// BucketPlan: the place of every parameter of a unit in the flat buffers that are gathered and
 // reduced.
 //
-// Pure. A unit owns one bucket per distinct BucketKey; in a bucket parameters lie one after the
-// other, whole, each beginning at `alignment_bytes` of the compute dtype. The length is a multiple
-// of ranks x 64 elements; rank r owns the r-th equal slice, the same elements in every dtype's
-// buffer. Gaps are padding: zero in gradients, in no norm. Compare FSDP2's per-parameter
-// padding (8x for stacked experts at 64 ranks).
+// Pure. A unit has one bucket for each distinct BucketKey. A bucket holds whole parameters one
+// after the other, each beginning at a multiple of `alignment_bytes` in the compute dtype. Its
+// length is a multiple of ranks x 64 elements; rank r owns the r-th equal slice, the same elements
+// in every dtype's buffer. Gaps are padding: zero in gradients, in no norm. FSDP2 pads each
+// parameter (8x for stacked experts at 64 ranks).
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@
 
 namespace tessera::layout {
 
-/// What parameters of one bucket have in common. For frozen ones accumulate, reduce and final have
-/// no meaning: key_of (grad/contract_key.h) sets them to the compute dtype, so that they share a
-/// bucket.
+/// The properties that the parameters of one bucket share. For frozen ones accumulate, reduce and
+/// final have no meaning: key_of (grad/contract_key.h) sets them to the compute dtype, so that they
+/// share a bucket.
 struct BucketKey {
   DType storage = DType::kFloat32;
   DType compute = DType::kFloat32;
@@ -30,7 +30,7 @@ struct BucketKey {
   DType reduce = DType::kFloat32;
   DType final = DType::kFloat32;
   bool trainable = true;
-  bool replicated = false;  ///< frozen and whole on every rank: one slice, whatever the ranks
+  bool replicated = false;  ///< frozen and whole on every rank: one slice
   ReductionPlan reductions;
   bool operator==(const BucketKey&) const = default;
 };
@@ -49,27 +49,29 @@ struct Placed {
 
 struct BucketPlan {
   BucketKey key;
-  int ranks = 1;           ///< that share it: 1 where the key says replicated
-  std::int64_t numel = 0;  ///< of the flat buffer: a multiple of ranks x 64
+  int ranks = 1;           ///< number of ranks that share it: 1 where it is replicated
+  std::int64_t numel = 0;  ///< size of the flat buffer: a multiple of ranks x 64
   std::vector<Placed> parameters;
 
   std::int64_t slice_numel() const { return numel / ranks; }
-  Range slice(int rank) const;  ///< rank's elements of the flat buffer
-  /// The elements of the parameter (0-based within it) that `rank` owns; {0, 0} when none.
+  Range slice(int rank) const;  ///< the rank's elements of the flat buffer
+  /// Returns the elements of the parameter that `rank` owns, counted in the parameter; {0, 0} for
+  /// none.
   Range owned(const Placed& placed, int rank) const;
-  /// Where owned(placed, rank) begins within the rank's slice; 0 when the rank owns none of it.
+  /// Returns where owned(placed, rank) begins in the rank's slice; 0 where the rank owns none of
+  /// it.
   std::int64_t offset_in_slice(const Placed& placed, int rank) const;
   bool operator==(const BucketPlan&) const = default;
 };
 
-/// Unsharded bytes: the flat buffer in the compute dtype.
+/// Returns the bytes of the flat buffer in the compute dtype.
 std::int64_t gathered_bytes(const BucketPlan& bucket);
-/// The flat buffer on the wire; 0 for frozen parameters.
+/// Returns the bytes of the flat buffer in the reduce dtype; 0 for frozen parameters.
 std::int64_t reduced_bytes(const BucketPlan& bucket);
-/// The slice that a rank keeps, in the storage dtype.
+/// Returns the bytes of a rank's slice in the storage dtype.
 std::int64_t shard_bytes(const BucketPlan& bucket);
 std::int64_t padding_numel(const BucketPlan& bucket);
-/// What one rank sends of a buffer of `bytes` in a gather or in a reduction.
+/// Returns the bytes that one rank sends to gather or reduce a buffer of `bytes`.
 std::int64_t sent_bytes(std::int64_t bytes, int ranks);
 
 struct UnitPlan {
@@ -81,14 +83,15 @@ struct UnitPlan {
 struct PlanOptions {
   int ranks = 1;                      ///< of the data axes dp_shard x cp
   std::int64_t alignment_bytes = 64;  ///< of each parameter, in the compute dtype; 256 on CUDA
-  /// Where the sizes of a bucket's own axes are found; empty = every bucket lies over `ranks`.
+  /// The sizes of the axes that a bucket lies over; empty = every bucket lies over `ranks`.
   MeshShapes mesh = {};
 
-  /// That share a bucket: those on its shard axes, one where it is replicated.
+  /// Returns the number of ranks that share a bucket: those on its shard axes, one where it is
+  /// replicated.
   int ranks_of(const BucketKey& key) const;
 };
 
-/// What the plan needs to know of a parameter.
+/// A parameter as the plan sees it.
 struct PlanItem {
   std::string name;
   std::int64_t numel = 0;
@@ -101,13 +104,13 @@ struct PlanItem {
 UnitPlan plan_unit(const std::string& name, const std::vector<PlanItem>& items,
                    const PlanOptions& options);
 
-/// Throws kInternal unless the plan holds what its head promises: alignment, no overlap, slices
-/// that cover, each item exactly once and in order, keys that agree with the items and differ
-/// between buckets.
+/// Throws kInternal unless the plan has the properties of this header: alignment, no overlap,
+/// slices that cover the buffer, each item exactly once and in order, keys that agree with the
+/// items and differ between buckets.
 void validate(const UnitPlan& plan, const std::vector<PlanItem>& items, const PlanOptions& options);
 
-/// Two lines a bucket and one a parameter: what `tessera inspect --contract` prints below the
-/// contract.
+/// Returns two lines for each bucket and one for each parameter: the text that `tessera inspect
+/// --contract` prints below the contract.
 std::string to_string(const UnitPlan& plan, const std::vector<PlanItem>& items);
 
 }  // namespace tessera::layout

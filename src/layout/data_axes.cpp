@@ -21,7 +21,7 @@ DataAxes::DataAxes(const MeshShapes& shapes, std::optional<double> divide_factor
 
 namespace {
 
-/// The axes on which a layer has to say what it does.
+/// Returns the axes on which a layer has to declare a placement.
 std::vector<std::string_view> model_axes(MeshKind kind) {
   if (kind == MeshKind::kDense) return {axis::kTensor};
   return {axis::kExpert, axis::kExpertTensor};
@@ -44,7 +44,7 @@ void check_axis(const AxisPlacement& one, MeshKind kind, const MeshShape& shape,
                 "; change what the layer declares, or the mesh");
 }
 
-/// Nobody but the layer knows whether its gradient is whole on the ranks of such an axis.
+/// Only the layer knows whether its gradient is whole on the ranks of such an axis.
 void check_all_declared(const ParameterLayout& layout, const MeshShape& shape,
                         const std::string& what) {
   for (const std::string_view name : model_axes(layout.mesh)) {
@@ -62,8 +62,8 @@ void check_all_declared(const ParameterLayout& layout, const MeshShape& shape,
   }
 }
 
-/// Over any other axis nobody would sum the gradient: each of its ranks would train a model of its
-/// own.
+/// Over any other axis the gradient would not be summed: each rank of it would train a separate
+/// model.
 void check_known_axes(MeshKind kind, const MeshShape& shape, const std::string& what) {
   const bool dense = kind == MeshKind::kDense;
   const std::vector<std::string_view> known =
@@ -76,7 +76,7 @@ void check_known_axes(MeshKind kind, const MeshShape& shape, const std::string& 
                   ErrorKind::kContract, what, ": found the axis ", one.name, " of ", one.size,
                   " ranks in the mesh ", to_string(shape), ", expected one of ", joined(known),
                   "; name axes as MeshShape::dense and MeshShape::sparse do, and give the sparse "
-                  "reading of a mesh beside its dense one");
+                  "reading of a mesh in addition to its dense one");
   }
 }
 

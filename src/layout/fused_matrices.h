@@ -1,6 +1,5 @@
-// FusedMatrices: which rows or columns of a fused weight belong to which of its matrices. A fused
-// weight holds several matrices in one tensor, with equal shares of one dim, so that one product
-// computes them all.
+// FusedMatrices: the rows or columns of each matrix in a fused weight. A fused weight holds several
+// matrices in one tensor, with equal shares of one dim, so that one product computes them all.
 //
 // Pure. Layers declare it (nn/declaration.h), for optimizers that treat a matrix as a whole.
 #pragma once
@@ -13,14 +12,14 @@ namespace tessera::layout {
 struct FusedMatrices {
   enum class Order : std::uint8_t {
     kSideBySide,  ///< the first part of the dim is the first matrix
-    kInTurn,      ///< every `count`-th index of it is
+    kInTurn,      ///< every `count`-th index of the dim belongs to the first matrix
   };
-  int count = 1;  ///< 1: it is one matrix
+  int count = 1;  ///< 1: a single matrix
   int dim = 0;    ///< 0: rows, 1: columns
   Order order = Order::kSideBySide;
   bool operator==(const FusedMatrices&) const = default;
 
-  /// The shape of each matrix, where `shape` is that of the fused weight.
+  /// Returns the shape of each matrix, where `shape` is that of the fused weight.
   std::vector<std::int64_t> shape_of_each(std::vector<std::int64_t> shape) const {
     shape.at(static_cast<std::size_t>(dim)) /= count;
     return shape;

@@ -27,7 +27,7 @@ void check_pair(const AxisPlacement& axis, const std::string& what) {
                 "all; change what the layer declares");
 }
 
-/// The dims of one row: everything but the last.
+/// Returns the dims that count rows: all but the last.
 std::span<const std::int64_t> rows_of(const Shape& shape) {
   return std::span(shape).first(shape.size() - 1);
 }
@@ -50,7 +50,7 @@ void check_sections(const ParameterLayout& layout, const Shape& shape, const std
                 " rows in all, expected ", shape.front());
 }
 
-/// Whole, before anything is cut.
+/// Returns the sections, before any axis cuts them; the whole where there are none.
 std::vector<TensorBox> sections_of(const ParameterLayout& layout, const Shape& shape) {
   const TensorBox whole = TensorBox::whole(sharded_shape(layout, shape));
   if (layout.sections.empty()) return {whole};
@@ -138,7 +138,7 @@ Shape local_shape(const ParameterLayout& layout, const Shape& shape) {
 }
 
 Shape global_shape(const ParameterLayout& layout, const Shape& local, const std::string& what) {
-  Shape parts(sharded_shape(layout, local).size(), 1);  // ranks along each dim that is cut
+  Shape parts(sharded_shape(layout, local).size(), 1);  // ranks along each dim
   for (const AxisPlacement& axis : layout.axes) {
     if (!is_sharded(axis)) continue;
     const std::size_t dim = sharded_dim(axis, parts.size(), what);
@@ -154,8 +154,8 @@ Shape global_shape(const ParameterLayout& layout, const Shape& local, const std:
     std::int64_t& size = whole[i];
     std::int64_t held = 1;
     std::int64_t of = 1;
-    // A dim is one or several of the cut ones. Those of which this rank holds one element belong to
-    // the dim before them, as far as the dims behind have one each.
+    // A dim is one or several dims of sharded_shape. Those of which this rank holds one element
+    // belong to the dim before them, as long as enough dims are left for the others.
     const std::size_t end = parts.size() - std::min(parts.size(), whole.size() - i - 1);
     for (bool first = true; d < end; ++d, first = false) {
       const std::int64_t own = layout.sharded_shape[d] / parts[d];
@@ -173,8 +173,8 @@ Shape global_shape(const ParameterLayout& layout, const Shape& local, const std:
 
 namespace {
 
-/// Rows of the box in the order of the local tensor, and where they lie in the file: what pieces()
-/// walks along.
+/// The rows of a box in the order of the local tensor, and their places in the file. pieces() walks
+/// along them.
 class Walk {
  public:
   Walk(const TensorBox& box, const Shape& cut, const FileShape& file)
@@ -189,7 +189,7 @@ class Walk {
   std::int64_t length() const { return length_; }
   bool rows_are_whole() const { return length_ == cut_.back(); }
 
-  /// The number of row `index` of the local tensor among all rows of the global one.
+  /// Returns the number of row `index` of the local tensor among all rows of the global one.
   std::int64_t global_row(std::int64_t index) const {
     std::int64_t row = 0;
     std::int64_t stride = 1;
@@ -201,8 +201,8 @@ class Walk {
     return row;
   }
 
-  /// How many rows from `index` on (at most `most`) follow one another in one plane of one tensor
-  /// of the file; whole rows may go on to the next plane.
+  /// Returns how many rows from `index` (at most `most`) follow one another in one plane of one
+  /// tensor of the file; whole rows may continue in the next plane.
   std::int64_t run(std::int64_t index, std::int64_t most) const {
     const std::int64_t first = global_row(index);
     std::int64_t room = rows_of_tensor_ - first % rows_of_tensor_;
@@ -217,7 +217,7 @@ class Walk {
     return rows;
   }
 
-  /// `rows` rows from `index` on as a piece without its ranges.
+  /// Returns `rows` rows from `index` as a piece without its ranges.
   Piece piece(std::int64_t index, std::int64_t rows) const {
     const std::int64_t first = global_row(index);
     Piece piece;
@@ -241,7 +241,7 @@ class Walk {
     return piece;
   }
 
-  /// Of a piece of whole rows: where row `index` begins in its tensor.
+  /// Returns where row `index` of a piece of whole rows begins in its tensor.
   std::int64_t begin_in_tensor(std::int64_t index) const {
     return global_row(index) % rows_of_tensor_ * cut_.back();
   }
@@ -251,7 +251,7 @@ class Walk {
   const Shape& cut_;
   const FileShape& file_;
   std::int64_t length_;
-  std::int64_t in_row_ = 1;  // rows of the shape that is cut, side by side in a row of the file
+  std::int64_t in_row_ = 1;  // rows of sharded_shape in one row of the file
   std::int64_t rows_of_tensor_ = 1;
 };
 
@@ -259,11 +259,11 @@ class Walk {
 
 namespace {
 
-/// Appends those of one box, whose elements begin at `begin` of the flattened local tensor.
+/// Appends the pieces of one box, whose elements begin at `begin` of the flattened local tensor.
 void add_pieces(const Walk& walk, const TensorBox& box, std::int64_t begin, Range range,
                 std::vector<Piece>& found) {
   const std::int64_t rows = box.numel() / walk.length();
-  // From the beginning, so that the same box has the same edges whatever the range.
+  // Starts at the beginning, so that a box has the same edges for every range.
   for (std::int64_t row = 0; row < rows && begin + row * walk.length() < range.end;) {
     const std::int64_t run = walk.run(row, rows - row);
     const Range all{begin + row * walk.length(), begin + (row + run) * walk.length()};

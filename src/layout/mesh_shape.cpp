@@ -96,8 +96,8 @@ std::vector<int> MeshShape::group_of(int rank, const std::vector<std::string_vie
   for (const std::string_view name : names) {
     if (const auto span = span_of(name); span && span->size > 1) spans.push_back(*span);
   }
-  // Start from the rank with all named coordinates 0, then let them run, the last axis fastest:
-  // taken in mesh order this counts upwards.
+  // Starts from the rank with all named coordinates 0 and lets them run, the last axis fastest: in
+  // mesh order this counts upwards.
   std::sort(spans.begin(), spans.end(),
             [](const Span& a, const Span& b) { return a.stride > b.stride; });
   std::vector<int> ranks = {rank};
@@ -152,8 +152,7 @@ MeshShapes::MeshShapes(MeshShape dense, MeshShape sparse)
   const int of_experts = sparse_.size_of(axis::kExpertData) * sparse_.size_of(axis::kExpert) *
                          sparse_.size_of(axis::kExpertTensor);
   TESSERA_CHECK(data_and_tensor_ranks(dense_) == of_experts && dense_.size() == sparse_.size(),
-                ErrorKind::kConfig, "mesh: found ", to_string(sparse_), " beside ",
-                to_string(dense_),
+                ErrorKind::kConfig, "mesh: found ", to_string(sparse_), " with ", to_string(dense_),
                 ", expected dp_shard_mod_ep x ep x etp = dp_shard x cp x tp, two readings of the "
                 "same ranks; change the degrees under [parallelism]");
 }

@@ -8,7 +8,7 @@
 namespace tessera::layout {
 namespace {
 
-/// The buckets of `plan` that `keep` chooses, with their items in the order of the buckets.
+/// Returns the buckets of `plan` that `keep` chooses, with their items in the order of the buckets.
 template <class Keep>
 PlannedUnit chosen(const UnitPlan& plan, const std::vector<PlanItem>& items, const Keep& keep) {
   PlannedUnit unit{{plan.name, {}}, {}};
@@ -47,7 +47,7 @@ bool is_small(const BucketPlan& bucket, std::int64_t merge_below_bytes) {
   return !bucket.key.replicated && gathered_bytes(bucket) < merge_below_bytes;
 }
 
-// fsdp/contracts.cpp (move_small) does the same to tensors, from units that are laid out already: a
+// fsdp/contracts.cpp (move_small) does the same to tensors of units that are laid out already: a
 // plan alone would not say which leaves of which modules move with them.
 ModelPlan plan_model(const UnitItems& outermost, const std::vector<UnitItems>& inner,
                      const PlanOptions& options, std::int64_t merge_below_bytes) {

@@ -1,6 +1,7 @@
-// ParallelDims: how many ranks share a run on each axis, and in which form they share a model.
+// ParallelDims: the number of ranks on each axis of a run, and the form in which they share a
+// model.
 //
-// Pure. What is asked for may leave a degree open (train/config/config.h); here every one is known.
+// Pure. A configuration may leave a degree open (train/config/config.h); here every one is known.
 // Next: mesh_shape.h for the ranks themselves, ../models/model_spec.h for what a model allows.
 #pragma once
 
@@ -8,19 +9,19 @@
 
 namespace tessera {
 
-/// What each tensor-parallel rank holds of the tokens between two layers.
+/// The tokens that each tensor-parallel rank holds between two layers.
 enum class SequenceParallel : std::uint8_t {
   kNo,   ///< all positions, the same on every rank: Invariant over the axis
   kYes,  ///< positions [rank * T / n, (rank + 1) * T / n) of every row: Shard(1)
 };
 
-/// Which tokens the router of a rank sees where experts are not cut over tp.
+/// The tokens that the router of a rank sees where experts are not cut over tp.
 enum class RouterTokens : std::uint8_t {
   kShards,  ///< an equal part of them
   kAll,     ///< all, on every tensor-parallel rank: for checking and comparison
 };
 
-/// One rank by default.
+/// The degrees; one rank by default.
 struct ParallelDims {
   int pp = 1;
   int dp_replicate = 1;
@@ -32,7 +33,7 @@ struct ParallelDims {
   SequenceParallel sequence = SequenceParallel::kYes;
   RouterTokens router = RouterTokens::kShards;
   int data_ranks() const { return dp_replicate * dp_shard; }
-  /// Ranks that hold the same experts, in one replica.
+  /// Returns the number of ranks in a replica that hold the same experts.
   int expert_data() const { return dp_shard * cp * tp / (ep * etp); }
   int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
   bool operator==(const ParallelDims&) const = default;

@@ -7,7 +7,7 @@
 namespace tessera::layout {
 namespace {
 
-/// Takes from `missing` what `held` has, and adds it to `moves`.
+/// Takes from `missing` the elements that `held` has, and adds them to `moves`.
 void take(std::vector<Range>& missing, const Range& held, int from, int to,
           std::vector<Move>& moves) {
   std::vector<Range> left;

@@ -1,8 +1,8 @@
 // Half-open ranges: of elements, rows, positions or ranks' parts; the equal split into parts; and
-// which rank sends which elements of a parameter to which other one when its layout changes.
+// the moves of a parameter's elements between ranks when its layout changes.
 //
-// Pure. Moves are between two layouts of one run (fsdp/trainable.cpp); reading a checkpoint elsewhere
-// is the same question to files instead of ranks, answered piece by piece in
+// Pure. Moves are between two layouts of one run (fsdp/trainable.cpp). Reading a checkpoint into
+// another layout is the same problem with files instead of ranks, solved piece by piece in
 // io/checkpoint_folder.h. Next: bucket_plan.h, tensor_box.h for parts along several dims.
 #pragma once
 
@@ -22,14 +22,14 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
-/// Empty ranges come out as {0, 0}.
+/// Returns the common elements; {0, 0} for none.
 inline Range intersect(const Range& a, const Range& b) {
   const Range both{std::max(a.begin, b.begin), std::min(a.end, b.end)};
   return both.empty() ? Range{} : both;
 }
 
-/// Part `part` of `total` cut into `parts` contiguous ones, the first ones one longer where the
-/// total does not divide.
+/// Returns part `part` of `total` cut into `parts` contiguous ones. The first ones are longer by
+/// one where the total is not divisible.
 inline Range part_of(std::int64_t total, int parts, int part) {
   TESSERA_INVARIANT(total >= 0 && part >= 0 && part < parts, "no such part");
   const std::int64_t each = total / parts;
@@ -38,7 +38,7 @@ inline Range part_of(std::int64_t total, int parts, int part) {
   return {begin, begin + each + (part < longer ? 1 : 0)};
 }
 
-/// Elements of one parameter that rank `to` takes from rank `from`, which may be itself.
+/// The elements of one parameter that rank `to` takes from rank `from`, which may be itself.
 struct Move {
   Range range;
   int from = 0;
@@ -46,10 +46,10 @@ struct Move {
   bool operator==(const Move&) const = default;
 };
 
-/// before[r] and after[r]: the elements that rank r holds; they may overlap (replicated parameters)
-/// and be empty. What a rank holds already it takes from itself, the rest from the lowest rank that
-/// has it. In the order of `to`, then of elements. Errors: kInternal for elements that are wanted
-/// and nobody holds.
+/// Returns the moves from one layout to another. before[r] and after[r]: the elements that rank r
+/// holds; they may overlap (replicated parameters) and be empty. A rank takes elements that it
+/// holds already from itself, the others from the lowest rank that has them. Ordered by `to`, then
+/// by elements. Errors: kInternal for needed elements that no rank holds.
 std::vector<Move> plan_moves(const std::vector<Range>& before, const std::vector<Range>& after);
 
 }  // namespace tessera::layout

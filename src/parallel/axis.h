@@ -1,8 +1,8 @@
-// Axis: the ranks among which a tensor changes its placement, and the dtype of sums on the way.
+// Axis: the ranks among which a tensor changes its placement, and the dtype of sums on the wire.
 //
-// Transitions (transitions.h) take one; so do layers that own some. The group behind it belongs to
-// the rank's own thread, never to the queue of sharding collectives. One rank (no group) is an
-// identity everywhere: no collective, no copy. Next: transitions.h.
+// Transitions (transitions.h) take one; so do layers with their own transitions. Its group belongs
+// to the rank's thread, never to the queue of sharding collectives. On an axis of one rank (no
+// group) everything is an identity: no collective, no copy. Next: transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,28 +26,29 @@ struct Axis {
   std::string name = {};  ///< "tp", "ep"
   int size = 1;
   int rank = 0;
-  /// In which addends travel; none = the tensor's own. Sums are formed in fp32 at least and rounded
-  /// once.
+  /// The dtype in which addends are sent; none = that of the tensor. Sums are formed in fp32 at
+  /// least and rounded once.
   std::optional<at::ScalarType> reduce = std::nullopt;
 
-  /// While an exchange over it is waited for, a pass beside this one computes (comm/turns.h). Of
-  /// experts' ranks from the start.
+  /// Whether the other pass of a pair computes while an exchange over this axis is waited for
+  /// (comm/turns.h). Set for axes of experts from the start.
   bool gives_turn = false;
 
   bool alone() const { return size == 1; }
 };
 
-/// This rank's axis of a mesh. Collective among its ranks on first use (it may open a group).
+/// Returns this rank's axis of a mesh. The first call is collective among its ranks: it may open a
+/// group.
 Axis axis_of(const Mesh& mesh, std::string_view name,
              std::optional<at::ScalarType> reduce = std::nullopt);
 
-/// Of a transition between placements, and of what it issues.
+/// The direction of a transition between placements, and of the collectives that it issues.
 enum class Direction : std::uint8_t { kForward, kBackward };
 
-/// How a dim is cut over an axis: rank r has the r-th part (layout::part_of).
+/// A dim that is cut over an axis: rank r has the r-th part (layout::part_of).
 struct Shard {
   std::int64_t dim = 0;
-  std::optional<std::int64_t> total = std::nullopt;  ///< of the whole dim; none: parts are equal
+  std::optional<std::int64_t> total = std::nullopt;  ///< of the whole dim; none: equal parts
 };
 
 }  // namespace tessera::parallel

@@ -34,12 +34,12 @@ comm::ActivationPass pass_of(Direction direction) {
                                 : comm::ActivationPass::kForward;
 }
 
-/// As traces and tests know it.
+/// Returns the name that traces and tests show.
 std::string shown(const std::string& where, Direction direction) {
   return direction == Direction::kBackward ? where + " backward" : where;
 }
 
-/// A collective that was issued, until it was waited for.
+/// A collective from its issue to the end of the wait for it.
 class Exchange {
  public:
   Exchange(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& where,
@@ -84,7 +84,7 @@ class Exchange {
     const std::chrono::duration<double, std::milli> waited_for = TraceClock::now() - begin;
     const double waited = waited_for.count();
     under_way_.end(waited);
-    // A step that was traced may have ended since.
+    // The traced step may have ended since.
     if (trace_ == nullptr || trace_ != current_trace()) return;
     span_.end = trace_->now();
     span_.arguments.emplace_back("waited_ms", waited);
@@ -96,7 +96,7 @@ class Exchange {
   base::ExchangeUnderWay under_way_;
   Trace* trace_ = current_trace();
   TraceSpan span_;
-  std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< of a test
+  std::optional<std::chrono::steady_clock::time_point> arrives_;  ///< set by a test
   std::unique_ptr<comm::Work> work_;
 };
 
@@ -105,7 +105,7 @@ void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& wher
   Exchange(axis, kind, std::move(op), where, direction).finish();
 }
 
-/// In which addends of a dtype travel, and in which they are added.
+/// Return the dtype in which addends are sent, and the one in which they are added.
 at::ScalarType wire_dtype(const at::Tensor& x, const Axis& axis) {
   return axis.reduce.value_or(x.scalar_type());
 }
@@ -113,7 +113,7 @@ at::ScalarType sum_dtype(at::ScalarType wire) {
   return wire == at::kBFloat16 || wire == at::kHalf ? at::kFloat : wire;
 }
 
-/// A cut with all sizes known: dims before it, the whole, the largest part, dims after it.
+/// A cut with all sizes: of the dims before it, the whole dim, the largest part, the dims after it.
 struct Layout {
   std::int64_t outer = 1;
   std::int64_t total = 0;
@@ -183,7 +183,7 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
     addends = x.to(wire).contiguous();
   } else {
     addends = at::empty({axis.size * slice}, x.options().dtype(wire));
-    if (!layout.even(axis)) addends.zero_();  // shorter parts end in padding
+    if (!layout.even(axis)) addends.zero_();  // shorter parts end with padding
     for (int rank = 0; rank < axis.size; ++rank) {
       const layout::Range part = layout::part_of(total, axis.size, rank);
       addends.narrow(0, rank * slice, layout.outer * part.size() * layout.inner)
@@ -234,8 +234,8 @@ at::Tensor exchange_rows(const at::Tensor& rows, const Axis& axis, const Splits&
 std::vector<at::Tensor> exchange_rows_to_host(std::vector<at::Tensor> with, const at::Tensor& rows,
                                               const Axis& axis, const Splits& splits,
                                               const std::string& where) {
-  // The work lets go of it on a stream that its memory does not belong to: here it lives until the
-  // host has waited.
+  // The work drops `rows` on a stream that does not own its memory: here it lives until the host
+  // has waited.
   const at::Tensor sent = rows.contiguous();
   RowsUnderWay under_way(sent, axis, splits, where, Direction::kForward);
   const comm::Stream& reads = axis.group->host_reads();

@@ -1,5 +1,5 @@
-// all_to_all as two autograd nodes: Begin issues and Finish waits; backward, Finish issues and Begin
-// waits. Between the two nobody may read what arrives.
+// all_to_all as two autograd nodes. In forward Begin issues and Finish waits; in backward Finish
+// issues and Begin waits. Between the two the arriving rows must not be read.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <functional>
@@ -35,7 +35,7 @@ struct AllToAll : Transition {
   const Splits splits;
 };
 
-/// The exchange that is under way in one direction, which both nodes share.
+/// The exchange under way in one direction, which both nodes share.
 class UnderWay : public torch::CustomClassHolder {
  public:
   UnderWay(c10::intrusive_ptr<AllToAll> transition, std::function<void()> meanwhile_back)
@@ -49,9 +49,9 @@ class UnderWay : public torch::CustomClassHolder {
     return rows_->arriving();
   }
   at::Tensor finish(Direction direction) {
-    TESSERA_INVARIANT(rows_, of_->where, ": rows that nobody has sent");
+    TESSERA_INVARIANT(rows_, of_->where, ": rows that were not sent");
     if (direction == Direction::kBackward && meanwhile_back_) {
-      // A turn of its own, taken whether there is something to do or not: every rank takes as many.
+      // A separate turn, also where there is nothing to do, so that every rank takes as many.
       if (of_->axis.gives_turn) comm::Turns::pass();
       meanwhile_back_();
     }
@@ -77,8 +77,8 @@ struct BeginFunction : torch::autograd::Function<BeginFunction> {
                             const c10::intrusive_ptr<UnderWay>& under_way) {
     grad::refuse_recording("a transition between placements");
     ctx->saved_data["under way"] = c10::IValue::make_capsule(under_way);
-    // The result gets a history, and the rows under way do not: with it they would hold the graph,
-    // which holds them, where an error comes before they are waited for.
+    // The result gets a history, but the rows under way do not: with it they would hold the graph,
+    // which holds them, where an error comes before the wait.
     return under_way->begin(Direction::kForward, rows.detach()).detach();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& /*grads*/) {
@@ -87,7 +87,7 @@ struct BeginFunction : torch::autograd::Function<BeginFunction> {
   }
 };
 
-/// Undefined gradients are filled up with zeros. [Note: left-out results]
+/// Waits for the rows. Undefined gradients become zeros. [Note: left-out results]
 struct FinishFunction : torch::autograd::Function<FinishFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& /*arriving*/,
                             const c10::intrusive_ptr<UnderWay>& under_way) {
@@ -98,7 +98,7 @@ struct FinishFunction : torch::autograd::Function<FinishFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
     under_way_of(ctx)->begin(Direction::kBackward, grads[0]);
-    // It has the sizes that Begin is to be given; what Begin returns is what arrives.
+    // It only has the sizes that Begin expects; Begin returns the rows that arrive.
     return {grads[0], at::Tensor()};
   }
 };
@@ -119,7 +119,7 @@ MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Spli
     return moving;
   }
   auto transition = c10::make_intrusive<AllToAll>(axis, splits, where);
-  // A test's result of a transition is one of both ends.
+  // Tests see both ends of a transition as one.
   if (test_hooks::transition_forward.get() != nullptr ||
       test_hooks::transition_backward.get() != nullptr) {
     moving.arriving_ = apply_transition(rows, std::move(transition));

@@ -24,8 +24,8 @@ at::Tensor seen(const Transition& of, Direction direction, const at::Tensor& giv
   return made;
 }
 
-/// Undefined gradients are filled up with zeros: a result may be left out on this rank alone, and
-/// all ranks have to issue the same collectives. [Note: left-out results]
+/// Undefined gradients become zeros: a result may be unused on this rank alone, and all ranks have
+/// to issue the same collectives. [Note: left-out results]
 struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
                             const c10::intrusive_ptr<Transition>& transition) {

@@ -1,5 +1,5 @@
-// What transitions are made of: a forward and the backward that belongs to it, and the parts of a
-// tensor that they take and give. Private to parallel/ and to the tests that put faults in.
+// Transition: a forward and its backward, and the parts of a tensor that they take and return.
+// Private to parallel/ and to tests that inject faults.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,17 +20,17 @@
 
 namespace tessera::parallel {
 
-/// Holds all that is needed beside kind and axis to work out a transition's results from the inputs of
-/// all ranks.
+/// Holds what is needed, in addition to kind and axis, to compute a transition's results from the
+/// inputs of all ranks.
 struct TransitionForm {
-  std::int64_t dim = 0;                              ///< that is cut or joined
-  std::optional<std::int64_t> total = std::nullopt;  ///< as Shard
-  /// The whole tensor's values and gradients are the same on every rank (I and not R).
+  std::int64_t dim = 0;                              ///< the dim that is cut or joined
+  std::optional<std::int64_t> total = std::nullopt;  ///< see Shard
+  /// Whether values and gradients of the whole tensor are the same on every rank (I and not R).
   bool is_invariant = false;
-  Splits splits = {};  ///< of rows to other ranks
+  Splits splits = {};  ///< rows to other ranks
 };
 
-/// Of one tensor. Knows what it needs: neither direction saves tensors.
+/// A transition of one tensor. Neither direction saves tensors.
 class Transition : public torch::CustomClassHolder {
  public:
   Transition(std::string_view what, const Axis& over, std::string caller)
@@ -51,8 +51,8 @@ at::Tensor apply(const at::Tensor& x, Args&&... args) {
   return apply_transition(x, c10::make_intrusive<T>(std::forward<Args>(args)...));
 }
 
-/// The size of the whole dim. Errors: kUsage where parts are not equal and nothing says that they
-/// need not be.
+/// Returns the size of the whole dim. Errors: kUsage where parts are not equal and shard.total is
+/// not set.
 inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Shard& shard,
                              const std::string& where) {
   const std::int64_t total = x.size(shard.dim);
@@ -63,7 +63,7 @@ inline std::int64_t whole_of(const at::Tensor& x, const Axis& axis, const Shard&
   return total;
 }
 
-/// Errors: kUsage, showing `found` of it, where x is not this rank's part of `total`.
+/// Errors: kUsage, showing `found`, where x is not this rank's part of `total`.
 template <class Found>
 void check_part(const at::Tensor& x, const Found& found, const Axis& axis, std::int64_t dim,
                 std::int64_t total, const std::string& where) {
@@ -73,7 +73,7 @@ void check_part(const at::Tensor& x, const Found& found, const Axis& axis, std::
                 ", rank ", axis.rank, ")");
 }
 
-/// A view where only dims of size 1 lie before the cut, else a copy.
+/// Returns this rank's part: a view where all dims before the cut have size 1, else a copy.
 inline at::Tensor own_part(const at::Tensor& x, const Axis& axis, std::int64_t dim) {
   const layout::Range part = layout::part_of(x.size(dim), axis.size, axis.rank);
   return x.narrow(dim, part.begin, part.size()).contiguous();

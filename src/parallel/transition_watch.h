@@ -1,8 +1,8 @@
-// TransitionWatch: sees what the transitions of a thread are given and what they make of it.
+// TransitionWatch sees the inputs and results of the transitions of a thread.
 //
-// `tessera check` compares that with what each transition is for, from the inputs of all ranks. Whoever
-// watches copies what it keeps: tensors may be changed in place afterwards. Nothing is looked at while
-// there is no watch. Next: transition.h.
+// `tessera check` compares them with what each transition should make of the inputs of all ranks. A
+// watch must copy what it keeps: tensors may be changed in place afterwards. Without a watch
+// nothing is done. Next: transition.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,12 +16,12 @@ class Transition;
 class TransitionWatch {
  public:
   virtual ~TransitionWatch() = default;
-  /// `given` and `made` are this rank's tensors; in backward the gradients of result and input.
+  /// `given` and `made` are this rank's tensors; in backward, the gradients of result and input.
   virtual void saw(const Transition& of, Direction direction, const at::Tensor& given,
                    const at::Tensor& made) = 0;
 };
 
-/// Tells the watch of this thread, where there is one.
+/// Calls the watch of this thread, if there is one.
 void note_transition(const Transition& of, Direction direction, const at::Tensor& given,
                      const at::Tensor& made);
 

@@ -1,6 +1,6 @@
-// Transitions between placements: where layers communicate, forward and backward. (Besides them do
-// the loss over a cut vocabulary, nn/loss.h, and the dispatch to experts,
-// moe/experts.h, whose derivatives are their own.)
+// Transitions between placements: the communication of layers, forward and backward. (The loss over
+// a cut vocabulary, nn/loss.h, and the dispatch to experts, moe/experts.h, also communicate; they
+// have their own derivatives.)
 //
 // Local tensors carry no placement; what a layer does to it is one of these, each a fixed pair of a
 // forward and its backward. The placement of a gradient follows from that of the tensor alone:
@@ -21,12 +21,12 @@
 //   only_first     R->P   zeros but rank 0   zeros but rank 0   R -> P
 //   all_to_all     S->S   rows change rank   rows go back       S -> S
 //
-// Collective, blocking, from the rank's own thread; every rank calls the same ones in the same
+// All are collective and blocking, on the rank's thread. Every rank calls the same ones in the same
 // order, and autograd runs the backwards in the same order where graphs are the same: whether a
-// tensor requires a gradient must not differ between ranks. Addends travel in the axis' reduce
-// dtype; 16-bit ones are added in fp32 and rounded once, to the tensor's dtype or the one asked
-// for. `where` names the caller: ranks that mean different collectives are both named. Second
-// derivatives are refused (kUsage). Bytes: docs/communication.md. Next: axis.h.
+// tensor requires a gradient must not differ between ranks. Addends are sent in the axis' reduce
+// dtype; 16-bit ones are added in fp32 and rounded once, to the tensor's dtype or the requested
+// one. `where` names the caller: where ranks mean different collectives, the error names both.
+// Second derivatives are refused (kUsage). Bytes: docs/communication.md. Next: axis.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -69,11 +69,11 @@ at::Tensor pad(const at::Tensor& x, const Axis& axis, const Shard& shard, const 
 /// R -> P.
 at::Tensor only_first(const at::Tensor& x, const Axis& axis);
 
-/// Rows between the two ends of an all_to_all. What is computed until finish() goes on beside the
-/// exchange, and so does its backward beside the way back: autograd takes them in reverse.
+/// Rows between the two ends of an all_to_all. Operations until finish() overlap with the exchange,
+/// and their backward with the exchange of gradients, since autograd runs in reverse.
 class MovingRows {
  public:
-  /// [rows received, ...]: waits for them. Once.
+  /// Waits for the rows and returns them: [rows received, ...]. Must be called at most once.
   at::Tensor finish();
 
  private:
@@ -81,14 +81,14 @@ class MovingRows {
                                      const std::string& where,
                                      std::function<void()> meanwhile_back);
   at::Tensor arriving_;
-  c10::intrusive_ptr<torch::CustomClassHolder> under_way_;  ///< null: arriving_ is there
+  c10::intrusive_ptr<torch::CustomClassHolder> under_way_;  ///< null: arriving_ has its values
 };
-/// S(0) -> S(0): rows to other ranks, in rank order, issued here. `meanwhile_back` is called in each
-/// backward while the rows' gradients travel back: behind the backward of what was computed until
-/// finish(), and before they are waited for.
+/// S(0) -> S(0): issues rows to other ranks, in rank order. `meanwhile_back` is called in each
+/// backward while the rows' gradients are under way: after the backward of the operations until
+/// finish(), and before the wait.
 MovingRows begin_all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
                             const std::string& where, std::function<void()> meanwhile_back = {});
-/// Both ends at once.
+/// Issues and waits.
 at::Tensor all_to_all(const at::Tensor& rows, const Axis& axis, const Splits& splits,
                       const std::string& where);
 

@@ -310,7 +310,7 @@ TEST_ON_RANKS(Handle, AMeshWithAxesOnWhichNobodySumsIsRefused, 2) {
   }
   EXPECT_THAT(error_over(MeshShape({{"cp", 2}})), Says("not yet built"));
   EXPECT_THAT(error_over(MeshShape::sparse(1, 1, 1, 2, 1)),
-              Says("sparse reading of a mesh beside its dense one"));
+              Says("sparse reading of a mesh in addition to its dense one"));
 }
 
 TEST_P_ON_RANKS(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype, GetParam()) {

@@ -329,8 +329,8 @@ bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {
     return true;
   }
   const at::Tensor& raw = value(gradient.raw);
-  auto shared = gradient.sink->lend(gradient.slot, {raw.sizes(), raw.scalar_type(), raw.device()},
-                                    grad::Source::kCaptured);
+  auto shared = gradient.sink->share(gradient.slot, {raw.sizes(), raw.scalar_type(), raw.device()},
+                                     grad::Source::kCaptured);
   if (!shared) return false;
   stack_ = stacks_[step];
   stack_.back() = shared->tensor();

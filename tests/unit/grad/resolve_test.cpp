@@ -490,7 +490,7 @@ TEST(ResolveLora, RulesThatSpeakOfAdaptersAloneAndWouldBeWithoutEffectAreRefused
   PrecisionRule rule = rule_for("lora_A");
   rule.param_dtype = kBF16;
   EXPECT_THAT(result_of(rule), Says("[[precision.rule]] 1: found the pattern \"lora_A\", which "
-                                    "matches adapters alone, beside param_dtype = bfloat16"));
+                                    "matches adapters alone, with param_dtype = bfloat16"));
   rule.match = {"q.weight", "q.lora_B.weight"};  // one of two is enough to be misled
   EXPECT_THAT(result_of(rule), Says("found the pattern \"q.lora_B.weight\""));
   rule = rule_for("lora_A");

@@ -22,12 +22,12 @@ class Owner : public SlotOwner {
     return {slot, first};
   }
   at::Tensor share_slot(std::size_t parameter) override {
-    if (!lends || !empty || std::exchange(is_lent, true)) return {};
+    if (!lends || !empty || std::exchange(is_shared, true)) return {};
     shared.push_back(parameter);
     return slot;
   }
   void end_loan(std::size_t parameter, bool arrived) override {
-    EXPECT_TRUE(std::exchange(is_lent, false));
+    EXPECT_TRUE(std::exchange(is_shared, false));
     EXPECT_EQ(parameter, shared.back());
     if (arrived) empty = false;
     arrivals.push_back(arrived);
@@ -37,7 +37,7 @@ class Owner : public SlotOwner {
   at::Tensor slot;
   bool empty = true;
   bool lends = true;
-  bool is_lent = false;
+  bool is_shared = false;
   std::vector<std::size_t> opened, shared;
   std::vector<bool> arrivals;  ///< of each loan that has ended
   int tickets = 0;
@@ -210,7 +210,7 @@ struct Counted {
 
 TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
   const auto id = slot();
-  auto shared = sink.lend(id, raw_of(at::kFloat), Source::kCaptured);
+  auto shared = sink.share(id, raw_of(at::kFloat), Source::kCaptured);
   ASSERT_TRUE(shared);
   EXPECT_EQ(shared->tensor().const_data_ptr(), owner.slot.const_data_ptr());
   EXPECT_EQ(shared->tensor().sizes(), at::IntArrayRef({2, 2}));
@@ -218,7 +218,7 @@ TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
   shared->tensor().fill_(256);
   EXPECT_TRUE(owner.empty) << "nothing has arrived before it is given back";
   shared->recycle();
-  EXPECT_FALSE(sink.lend(id, raw_of(at::kFloat), Source::kEager)) << "the second is an addition";
+  EXPECT_FALSE(sink.share(id, raw_of(at::kFloat), Source::kEager)) << "the second is an addition";
   sink.accept(id, full(1, at::kBFloat16), Source::kEager);
   sink.accept(id, full(-256, at::kHalf), Source::kEager);
   EXPECT_TRUE(at::equal(owner.slot, at::ones({4})));
@@ -227,31 +227,31 @@ TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
 
 TEST_F(Sink, LendsNothingWhereMoreThanTheProductIsToBeDone) {
   const auto id = slot();
-  const auto is_lent = [&](at::ScalarType dtype) {
-    return sink.lend(id, raw_of(dtype), Source::kEager).has_value();
+  const auto is_shared = [&](at::ScalarType dtype) {
+    return sink.share(id, raw_of(dtype), Source::kEager).has_value();
   };
   for (const auto dtype : {at::kBFloat16, at::kHalf, at::kDouble}) {
-    EXPECT_FALSE(is_lent(dtype)) << "a cast of " << dtype;
+    EXPECT_FALSE(is_shared(dtype)) << "a cast of " << dtype;
   }
   contract.grad = DType::kFloat32;
-  EXPECT_FALSE(is_lent(at::kFloat)) << "a rounding is asked for";
+  EXPECT_FALSE(is_shared(at::kFloat)) << "a rounding is asked for";
   contract.grad = {};
   EXPECT_TRUE(owner.shared.empty()) << "the owner was not asked";
   owner.lends = false;
-  EXPECT_FALSE(is_lent(at::kFloat)) << "the owner has none to lend";
+  EXPECT_FALSE(is_shared(at::kFloat)) << "the owner has none to lend";
   owner.lends = true;
-  EXPECT_FALSE(sink.lend(id, {contract.shape, at::kFloat, at::Device(at::kMeta)}, Source::kEager))
+  EXPECT_FALSE(sink.share(id, {contract.shape, at::kFloat, at::Device(at::kMeta)}, Source::kEager))
       << "a copy from another device";
   EXPECT_THAT(owner.arrivals, ElementsAre(false));
   const at::Tensor row = at::zeros({1}, at::kLong);
   sink.accept_rows(id, row, at::ones({1, 2}), Source::kEager);
-  EXPECT_FALSE(is_lent(at::kFloat)) << "rows have arrived";
+  EXPECT_FALSE(is_shared(at::kFloat)) << "rows have arrived";
 }
 
 TEST_F(Sink, RefusesByNameToLendWhatBreaksTheContract) {
   const auto id = slot();
   const auto refused = [&](const RawLike& raw) {
-    return refusal([&] { sink.lend(id, raw, Source::kCaptured); });
+    return refusal([&] { sink.share(id, raw, Source::kCaptured); });
   };
   EXPECT_THAT(refused(raw_of(at::kFloat, {4})),
               Says("model.norm.weight from a captured backward", "[4]", "[2, 2]"));
@@ -279,11 +279,11 @@ TEST_F(Sink, AKernelThatThrowsLeavesItsSlotAsNotArrived) {
 }
 
 TEST_F(Sink, ALentSlotIsGivenBackOnce) {
-  auto shared = sink.lend(slot(), raw_of(at::kFloat), Source::kEager);
+  auto shared = sink.share(slot(), raw_of(at::kFloat), Source::kEager);
   ASSERT_TRUE(shared);
   SharedSlot moved = std::move(*shared);
   shared.reset();
-  EXPECT_TRUE(owner.is_lent) << "whoever it was moved to has it";
+  EXPECT_TRUE(owner.is_shared) << "whoever it was moved to has it";
   moved.recycle();
   EXPECT_REFUSED(kInternal, moved.recycle());
   EXPECT_THAT(owner.arrivals, ElementsAre(true));
@@ -291,11 +291,11 @@ TEST_F(Sink, ALentSlotIsGivenBackOnce) {
 
 TEST_F(Sink, ASlotIsLentToOneAtATime) {
   const auto id = slot();
-  auto first = sink.lend(id, raw_of(at::kFloat), Source::kEager);
+  auto first = sink.share(id, raw_of(at::kFloat), Source::kEager);
   ASSERT_TRUE(first);
-  EXPECT_FALSE(sink.lend(id, raw_of(at::kFloat), Source::kDeferred));
+  EXPECT_FALSE(sink.share(id, raw_of(at::kFloat), Source::kDeferred));
   first.reset();
-  EXPECT_TRUE(sink.lend(id, raw_of(at::kFloat), Source::kDeferred))
+  EXPECT_TRUE(sink.share(id, raw_of(at::kFloat), Source::kDeferred))
       << "nothing came of the first one";
 }
 
