@@ -2,7 +2,6 @@
 //
 // `tessera check` compares the tensors at the borders of units with those of one rank. A
 // recomputation of a unit is not reported. Without a watch nothing is done. Next: call.cpp.
-// recomputed is not seen again. Nothing is looked at while there is no watch. Next: call.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

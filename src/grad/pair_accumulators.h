@@ -5,7 +5,6 @@
 // a checkpoint there again, with the same leaves. So each pass has its own nodes, and every change
 // of turns exchanges them. Otherwise uses of a leaf that autograd adds up in sequence would arrive
 // in two sums, or those of two calls in one sum, which is rounded. Threads: the rank's thread.
-// two calls in one, which is rounded. Threads: the rank's thread.
 #pragma once
 
 #include <cstddef>

@@ -4,7 +4,6 @@
 // Pure. The data axes are not part of this: they cut the flattened local tensor (bucket_plan.h).
 // The local tensor is row-major in the shape that is cut. A *piece* is a range of it that is also a
 // range of a box in one tensor of the file. Next: tensor_box.h, tessera/placement.h.
-// tensor of the file as a range of a box. Next: tensor_box.h, tessera/placement.h.
 #pragma once
 
 #include <cstddef>

@@ -6,7 +6,6 @@
 // matrices, so that no bit depends on the ranks. A tensor of several matrices, contiguous or
 // interleaved, is sent as one; each of them is orthogonalized alone. Next: matrix_exchange.h,
 // orthogonalize.h.
-// of them is orthogonalized alone. Next: matrix_exchange.h, orthogonalize.h.
 #include "tessera/muon.h"
 
 #include <ATen/ATen.h>

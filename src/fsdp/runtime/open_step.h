@@ -41,7 +41,6 @@
 // ended. The functions of the runtime that the step calls are grouped in runtime.h. Next:
 // open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
 // backwards inside), step_pairs.cpp, ../agreed/order.h.
-// backwards inside), step_pairs.cpp, ../agreed/order.h.
 #pragma once
 
 #include <cstdint>
