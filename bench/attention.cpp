@@ -1,5 +1,5 @@
 // Attention of one layer, alone: nn::causal_attention and PyTorch's scaled_dot_product_attention on
-// the same values, forward and backward, in turns. Then rows that are packed of documents, beside
+// the same values, forward and backward, in turns. Then rows that are packed of documents, compared with
 // PyTorch's on the documents as rows of a batch.
 //
 //   attention [ROUNDS [THREADS]]

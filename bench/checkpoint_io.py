@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Saving and loading 400 MB of parameters: Tessera beside Python safetensors and
+"""Saving and loading 400 MB of parameters: Tessera compared with Python safetensors and
 torch.distributed.checkpoint.
 
     bench/checkpoint_io [--rounds 5] [--folder DIR] [--memory DIR]

@@ -50,7 +50,7 @@ enable = false
 
 
 def use_venv():
-    """The script that calls this goes on with ./test's packages, where they are."""
+    """The script that calls this continues with ./test's packages, where they are."""
     if pathlib.Path(sys.prefix).resolve() != PYTHON.parent.parent.resolve() and PYTHON.exists():
         os.execv(PYTHON, [str(PYTHON), *sys.argv])
 

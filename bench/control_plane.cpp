@@ -1,5 +1,5 @@
 // What control messages cost a training step, by the number of ranks: messages, bytes and sockets
-// of one rank, and time; beside what the store is asked for.
+// of one rank, and time; and what the store is asked for.
 //
 //   control_plane --ranks N [--steps S]   N processes on this host: a line for messages that are
 //                                         relayed, and one for everyone to everyone
@@ -38,7 +38,7 @@ struct Message {
 };
 constexpr std::int64_t kParameters = 1000;
 constexpr Message kStep[] = {
-    {"kept labels", 8, Message::Form::kCounts},
+    {"unmasked targets", 8, Message::Form::kCounts},
     {"forward order", 16, Message::Form::kHashes},
     {"used parameters", kParameters, Message::Form::kBits},
     {"gradient norm", 8, Message::Form::kSum},

@@ -1,5 +1,5 @@
 // The gated delta rule of one layer of Qwen3-Next, alone: forward and backward of
-// nn::gated_delta_rule. bench/delta_rule.py runs it beside transformers' chunked form.
+// nn::gated_delta_rule. bench/delta_rule.py compares it with transformers' chunked form.
 //
 //   delta_rule [ROUNDS] [POSITIONS] [THREADS]
 //

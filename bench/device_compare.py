@@ -1,4 +1,4 @@
-"""Tessera beside PyTorch FSDP2 on one GPU, each side one rank: bench/fsdp2_compare --device cuda.
+"""Tessera compared with PyTorch FSDP2 on one GPU, each side one rank: bench/fsdp2_compare --device cuda.
 
     bench/fsdp2_compare --device cuda [--tessera PROGRAM] [--rounds 2] [--steps 20] [--compile]
     bench/fsdp2_compare --device cuda --model moe [--folder DIR] [-- --section.key VALUE ...]
@@ -277,7 +277,7 @@ def met(value, aim, most=False):
 
 
 def print_next_to(model, rows):
-    """Ours beside the eager side on the device, with the aims."""
+    """Ours compared with the eager side on the device, with the aims."""
     ours, theirs = rows.get(OURS), rows.get(EAGER)
     if ours and theirs:
         ratios = [b / a for a, b in zip(ours["round_step_ms"], theirs["round_step_ms"])]

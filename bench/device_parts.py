@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Attention, MLP or experts, loss and head alone on one GPU, Tessera's beside PyTorch's.
+"""Attention, MLP or experts, loss and head alone on one GPU, Tessera's compared with PyTorch's.
 
     python3 bench/device_parts.py [--program PROGRAM] [--rounds 2] [--steps 20] [--model dense moe]
     python3 bench/device_parts.py --device cpu --size tiny        (both sides and the table, no GPU)

@@ -1,5 +1,5 @@
 // One token dispatch of a mixture of experts there and back, alone: two Gloo ranks that own half of
-// the experts each, at the sizes of a layer of bench/fsdp2_compare --model moe. Beside it, in
+// the experts each, at the sizes of a layer of bench/fsdp2_compare --model moe. In addition to it, in
 // turns, the bare all-to-alls of the same bytes: ours, and c10d's. Prints a line of JSON for each
 // load, medians in ms on rank 0.
 //

@@ -4,7 +4,7 @@ parameters, outliving).
 
     bench/fsdp2_answers.py [--ranks N]     (under any Python with torch; five minutes, most of them waits)
 
-Each program runs on N Gloo ranks of its own, beside the same module unsharded whose gradients (or parameters, of a
+Each program runs on N Gloo ranks of its own, compared with the same module unsharded whose gradients (or parameters, of a
 program that returns these) are averaged over the ranks. Prints one line a program: the largest difference over the
 largest value, the error, or that it hung for a minute.
 """

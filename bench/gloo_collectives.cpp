@@ -1,4 +1,4 @@
-// Our collectives over Gloo beside c10d's own, between two processes on this host.
+// Our collectives over Gloo compared with c10d's own, between two processes on this host.
 //
 //   gloo_collectives [ROUNDS]
 //

@@ -1,6 +1,6 @@
 // The layer of layer_step as a program written by hand: the library's kernels and plain products in
 // the order of the layer's own forward and backward, every result in memory that is there already,
-// weight gradients in slots. What a replay is measured beside; its numbers are compared with the
+// weight gradients in slots. A replay is measured against it; its numbers are compared with the
 // layer's once.
 #pragma once
 

@@ -1,6 +1,6 @@
 // One layer of the dense model of bench/fsdp2_compare, forward and backward, in fp32 on one rank
 // and one thread, at 16, 64, 128 and 512 tokens: what it takes when products are written into their
-// slots, when they are formed beside and copied there (a `grad_dtype` that is theirs rounds nothing
+// slots, when they are formed elsewhere and copied there (a `grad_dtype` that is theirs rounds nothing
 // and asks for that), unsharded, replayed, and as a program written by hand (layer_program.h). In
 // turns; prints a line of JSON for each number of tokens,
 // with medians of CPU milliseconds, and median, least and largest ratio of neighbours.

@@ -30,7 +30,7 @@ def quiet_environment(threads=1):
 
 
 class _Rank:
-    """A process whose stderr goes on to ours, line by line, and whose last lines are kept."""
+    """A process whose stderr is copied to ours, line by line, and whose last lines are kept."""
 
     def __init__(self, command, environment):
         self.last = collections.deque(maxlen=LAST_LINES)

@@ -1,5 +1,5 @@
 // What it costs that a unit's parameters have two dtypes: units that compute half of their elements
-// in bf16 and half in fp32, beside units of the same tensors all in bf16, and all in fp32. Those
+// in bf16 and half in fp32, compared with units of the same tensors all in bf16, and all in fp32. Those
 // two together gather, reduce and hold exactly twice what a mixed one does, so the ratio is
 // 2 x mixed / (bf16 + fp32), taken round by round, the three in turns. Nothing is computed: a
 // forward reads its parameters, a backward hands over gradients that are there. Prints one line of
@@ -76,7 +76,7 @@ struct Chain : torch::nn::Module {
   std::vector<std::shared_ptr<tessera::Sharded<Layer>>> layers;
 };
 
-/// Bytes that this thread took from libtorch's allocator and has not given back.
+/// Bytes that this thread took from libtorch's allocator and has not freed.
 struct Held : c10::MemoryReportingInfoBase {
   void reportMemoryUsage(void* /*ptr*/, std::int64_t bytes, std::size_t /*allocated*/,
                          std::size_t /*reserved*/, c10::Device /*device*/) override {

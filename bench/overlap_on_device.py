@@ -1,4 +1,4 @@
-"""Forward beside backward on one card: what pipeline.overlap hides, and that it changes no bit.
+"""Forward overlapped with backward on one card: what pipeline.overlap hides, and that it changes no bit.
 
     python3 bench/overlap_on_device.py --tessera PATH --program PATH [--device cuda] [--small]
 
@@ -97,11 +97,11 @@ class Bench:
 
     def bits(self):
         for dtype in ("float32", "bfloat16"):
-            beside, in_turn = self.bits_of(dtype, "experts"), self.bits_of(dtype, "off")
-            if not beside[1] or beside != in_turn:
+            overlapped, in_turn = self.bits_of(dtype, "experts"), self.bits_of(dtype, "off")
+            if not overlapped[1] or overlapped != in_turn:
                 print(f"bits, {dtype}: differ, or no checkpoint was written")
                 return 3
-            print(f"bits, {dtype}: {len(beside[0])} lines of metrics and {len(beside[1])} files of "
+            print(f"bits, {dtype}: {len(overlapped[0])} lines of metrics and {len(overlapped[1])} files of "
                   "weights are the same", flush=True)
         return 0
 

@@ -1,4 +1,4 @@
-// What one action of a schedule costs beside its computing: stages of one addition over 16 numbers,
+// What one action of a schedule costs in addition to its computing: stages of one addition over 16 numbers,
 // on one rank or on several over Gloo.
 //
 //   build/release/bench/pipeline_actions [KIND=ZBV] [ranks=1] [micro-batches=8] [steps=200]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """PyTorch's side of build/release/bench/pipeline_actions: what one action of a schedule costs
-beside its computing, in torch.distributed.pipelining.
+in addition to its computing, in torch.distributed.pipelining.
 
     .venv/bin/python bench/pipeline_actions.py [KIND] [ranks] [micro-batches] [steps]
 

@@ -10,7 +10,7 @@ Two ranks x 1 thread over Gloo, one pipeline, no data parallelism. One line of J
 the slower rank, losses, peak RSS of both.
 
 Every rank makes the modules of its own stages alone and reads their weights alone. bfloat16:
-weights and gradients are bf16, so micro-batches are summed in bf16, beside fp32 masters that the
+weights and gradients are bf16, so micro-batches are summed in bf16, with fp32 masters that the
 optimizer works on. That is less work and memory than fp32 sums, which Tessera has.
 """
 

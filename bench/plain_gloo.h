@@ -1,4 +1,4 @@
-// c10d's own Gloo beside a World: what benchmarks set ours beside.
+// c10d's own Gloo compared with a World: what benchmarks set ours next to.
 #pragma once
 
 #include <cstdint>

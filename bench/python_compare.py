@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The door in Python (docs/python.md) beside PyTorch's FSDP2, on the same Python models.
+"""The door in Python (docs/python.md) compared with PyTorch's FSDP2, on the same Python models.
 
     bench/python_compare.py [--rounds 5] [--steps 25] [--only qwen3 moe units python] [--json FILE]
     bench/python_compare.py --fsdp2-python OTHER/bin/python      (FSDP2 of another torch; it needs transformers, too)

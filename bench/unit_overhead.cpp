@@ -1,5 +1,5 @@
-// What sharding costs a unit beside its collectives: 200 x Linear(64, 64), each a unit of its own,
-// on two Gloo ranks; beside it, in the same process and in turns, c10d's bare collectives of the
+// What sharding costs a unit in addition to its collectives: 200 x Linear(64, 64), each a unit of its own,
+// on two Gloo ranks; in comparison, in the same process and in turns, c10d's bare collectives of the
 // same sizes: two all-gathers and one reduce-scatter a unit. Prints one line of JSON, medians in ms
 // a unit and step.
 //

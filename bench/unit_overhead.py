@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""PyTorch's side of bench/unit_overhead: what a unit costs when it computes next to nothing.
+"""PyTorch's side of bench/unit_overhead: what a unit costs that computes almost nothing.
 
     .venv/bin/python bench/unit_overhead.py [--units 200] [--steps 20]
 
 200 x Linear(64, 64), each its own FSDP2 unit (gathered in forward, again in backward, reduced once),
-on 2 Gloo ranks with one thread each, fp32; beside it, in the same process and in turns, the bare
+on 2 Gloo ranks with one thread each, fp32; in comparison, in the same process and in turns, the bare
 c10d collectives of the same sizes: two all-gathers and one reduce-scatter a unit. Prints one line of
 JSON with medians in ms a unit and step.
 """

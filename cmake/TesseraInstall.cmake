@@ -66,7 +66,7 @@ endif()" ${component})
   endforeach()
 endfunction()
 
-# The executable opens the program, which lies beside it, with a libtorch that fits (src/loader): in an installed copy
+# The executable opens the program, next to it, with a libtorch that fits (src/loader): in an installed copy
 # that of this build comes first. A package knows no folder of this machine: scripts/package installs the component
 # `package` behind `program`.
 set(tessera_program_folder lib/tessera)

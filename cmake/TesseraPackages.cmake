@@ -25,7 +25,7 @@ endif()
 # folders are SYSTEM and our warnings do not reach into it.
 include(TesseraTorch)
 if(NOT Torch_DIR AND DEFINED ENV{TESSERA_TORCH})
-  # Kept: what configures anew later may not have the variable.
+  # Kept: what configures again later may not have the variable.
   set(Torch_DIR $ENV{TESSERA_TORCH} CACHE PATH "Folder of libtorch, or of its CMake files")
 endif()
 file(GLOB tessera_venv_torch ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch)

@@ -14,7 +14,7 @@ function(tessera_find_python problem)
       PARENT_SCOPE)
     return()
   endif()
-  # torch lies in lib/python3.11/site-packages of its environment; beside Debian's own Python in that of /usr/local.
+  # torch lies in lib/python3.11/site-packages of its environment; next to Debian's own Python in that of /usr/local.
   set(candidates ${TESSERA_PYTHON_INTERPRETER})
   if(NOT candidates)
     string(REGEX MATCH "python3\\.[0-9]+" name "${TORCH_INSTALL_PREFIX}")

@@ -161,16 +161,16 @@ function(tessera_test_objects name)
   tessera_use_pch(${name})
 endfunction()
 
-# tessera_test(NAME SOURCES ... USES floors... [OBJECTS targets...] [LABELS ...] [TIMEOUT s] [PURE] [SIM] [BESIDE]
+# tessera_test(NAME SOURCES ... USES floors... [OBJECTS targets...] [LABELS ...] [TIMEOUT s] [PURE] [SIM] [SHARES_CORES]
 #   [AT_ONCE n])
 # One binary an area: linking libtorch is slow. Pure areas link no torch at all. OBJECTS: targets whose
 # objects it consists of, too, or alone. SIM: with the
-# simulated device of tests/sim. BESIDE: of the label dist, yet with another test beside it: it starts
+# simulated device of tests/sim. SHARES_CORES: of the label dist, yet at the same time as another test: it starts
 # programs, whose start takes one core, or its ranks wait for each other much of the time, and nothing in
 # it is late by a clock on a busy machine. AT_ONCE: its cases run in n processes at the same time (tests/at_once).
 # HOT: its own code computes much, and is compiled with -O1; the precompiled header, which is -O0, does not fit then.
 function(tessera_test name)
-  cmake_parse_arguments(T "PURE;SIM;BESIDE;HOT" "TIMEOUT;AT_ONCE" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(T "PURE;SIM;SHARES_CORES;HOT" "TIMEOUT;AT_ONCE" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
   if(TESSERA_PURE_ONLY AND NOT T_PURE)
     return()
   endif()
@@ -218,8 +218,8 @@ function(tessera_test name)
   endif()
   add_test(NAME ${name} COMMAND ${command})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS "${T_LABELS}")
-  if("dist" IN_LIST T_LABELS AND NOT T_BESIDE)
-    # Its ranks share the cores already: nothing else runs beside it.
+  if("dist" IN_LIST T_LABELS AND NOT T_SHARES_CORES)
+    # Its ranks share the cores already: nothing else runs at the same time.
     set_tests_properties(${name} PROPERTIES PROCESSORS 2)
   endif()
 endfunction()

@@ -39,7 +39,7 @@ if(TESSERA_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   target_compile_options(tessera_flags INTERFACE -Wno-subobject-linkage)
 endif()
 if(TESSERA_CCACHE AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  # ccache can reuse objects beside a precompiled header only when the header carries no time stamp.
+  # ccache can reuse objects next to a precompiled header only when the header carries no time stamp.
   target_compile_options(tessera_flags INTERFACE -fpch-preprocess)
 endif()
 if(NOT CMAKE_BUILD_TYPE STREQUAL "Release")

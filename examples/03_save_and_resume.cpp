@@ -1,4 +1,4 @@
-// A program that can be stopped at any time and goes on, on any number of ranks.
+// A program that can be stopped at any time and resumes, on any number of ranks.
 //
 //   build/release/examples/03_save_and_resume [RANKS [FOLDER]]
 //
@@ -58,7 +58,7 @@ void train(tessera::World& world, const std::string& folder) {
   options.weight_decay = 0.0;
   const auto optimizer = tessera::make_adamw(model, options);
 
-  // 1. Go on, where there is something to go on from. Every rank reads what it owns.
+  // 1. Resume, where there is something to continue from. Every rank reads what it owns.
   std::int64_t done = 0;
   if (tessera::has_checkpoint(world, folder)) {
     const auto loaded = tessera::load_checkpoint(model, *optimizer, folder);
@@ -87,7 +87,7 @@ void train(tessera::World& world, const std::string& folder) {
   TESSERA_CHECK(std::stod(after) < 0.1, tessera::ErrorKind::kNumeric, "validation: found ", after,
                 " after step ", done, ", expected below 0.1");
 
-  // 3. Save: parameters, buffers, optimizer state, and a few values of one's own.
+  // 3. Save: parameters, buffers, optimizer state, and a few values of your own.
   tessera::SaveOptions saving;
   saving.user = {{"epoch", done / kSteps}, {"validation", after}};
   saving.keep_latest_k = 2;

@@ -1,4 +1,4 @@
-// A pipeline of one's own: a model in two parts on two ranks, which work on different micro-batches
+// A pipeline of your own: a model in two parts on two ranks, which work on different micro-batches
 // at the same time.
 //
 //   build/release/examples/05_two_stages

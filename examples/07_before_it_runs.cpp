@@ -1,4 +1,4 @@
-// Before it runs: what a rank of any number holds and sends in a step of a module of one's own, counted
+// Before it runs: what a rank of any number holds and sends in a step of a module of your own, counted
 // without the ranks, and a plan that keeps within a budget by it.
 //
 //   build/release/examples/07_before_it_runs

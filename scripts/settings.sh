@@ -17,7 +17,7 @@ apt_tests=(
   clang-19 libclang-rt-19-dev clang-format-19 clang-tidy-19 shellcheck openmpi-bin
 )
 
-# To build the Python module for Debian's own Python; another one has its headers beside it.
+# To build the Python module for Debian's own Python; another one has its headers next to it.
 apt_python=(python3-dev)
 
 # TESSERA_TORCH_VERSION chooses another of those that cmake/TesseraTorch.cmake names.
@@ -26,7 +26,7 @@ torch_pin=torch==${TESSERA_TORCH_VERSION:-2.13.0}
 # Python packages of tools/, the tutorials and the tests; the second list brings pip's torch along,
 # or is useful only with it.
 pip_tools=(numpy==2.4.6 safetensors==0.8.0 tensorboard==2.21.0 matplotlib==3.11.2)
-pip_beside_torch=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 pyarrow==26.0.1)
+pip_with_torch=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 pyarrow==26.0.1)
 
 # The tests of the Python module; the lint.
 pip_tests=(pytest==9.0.3 ruff==0.17.6 mypy==2.4.1)

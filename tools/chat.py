@@ -11,7 +11,7 @@ and handed on as the template wants it.
 
 Without --temperature the model's generation_config.json says whether and how to draw (do_sample,
 temperature, top_k, top_p); where it says nothing, the most likely token is taken. Each answer loads the
-model anew.
+model again.
 
 Needs the packages `tokenizers` and `transformers`; scripts/bootstrap --with-tools installs both.
 """
@@ -26,9 +26,9 @@ import subprocess  # noqa: E402
 import tomllib  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-beside = importlib.util.spec_from_file_location("model_text", ROOT / "tools/model_text.py")
-model_text = importlib.util.module_from_spec(beside)
-beside.loader.exec_module(model_text)
+other = importlib.util.spec_from_file_location("model_text", ROOT / "tools/model_text.py")
+model_text = importlib.util.module_from_spec(other)
+other.loader.exec_module(model_text)
 fail = model_text.fail
 
 # The program of a working copy, or of the installed copy whose share/tessera this is.

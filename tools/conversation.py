@@ -6,7 +6,7 @@
 
 A content is text, or a list of parts that are text alone ({"type": "text", "text": "..."}), which are
 joined: published templates write such a list each in its own way, many as nothing or as Python's own
-text of it. A `system` (or `system_prompt`) beside any form is what the system says first; `tools` are a
+text of it. A `system` (or `system_prompt`) next to any form is what the system says first; `tools` are a
 list or its JSON. An answer with `weight` 0, or with `train` or `loss` false, is read and not learnt.
 All else is refused by message and by part or key: a model is trained on text that the data do not have,
 or not on what they have, where it is let through. Keys of a message that are not known here are for the
@@ -25,10 +25,10 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
             "observation": "tool", "function_response": "tool"}
 FORMS = ("messages", "conversations", "prompt", "completion")
 SYSTEMS = ("system", "system_prompt")
-BESIDE = ("tools", *SYSTEMS, "documents")
-# A data set for models that see or hear has these beside its texts.
+SHARES_CORES = ("tools", *SYSTEMS, "documents")
+# A data set for models that see or hear has these next to its texts.
 OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-FIELDS = (*FORMS, *BESIDE, *OTHER_MEDIA)
+FIELDS = (*FORMS, *SHARES_CORES, *OTHER_MEDIA)
 TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # of a message
 # Of an answer, whether it is trained on: OpenAI, axolotl and ms-swift have one each.
 SWITCHES = ("weight", "train", "loss")
@@ -47,7 +47,7 @@ class Conversation(typing.NamedTuple):
     tools: list | None
     places: list  # of each message, as it is called in what is said of it
     unlearnt: set  # answers, by their position, whose words are no labels
-    keys: list  # (position, key) of what a template has to write, beside what is said to the assistant
+    keys: list  # (position, key) of what a template has to write, next to what is said to the assistant
 
 
 class Turn(typing.NamedTuple):
@@ -166,7 +166,7 @@ def side_of(found, key, role):
 
 
 def turns_in(given):
-    """(what is read alone, what is trained on), of the form that is there. Data sets have a prompt beside the
+    """(what is read alone, what is trained on), of the form that is there. Data sets have a prompt next to the
     messages that begin with it, and two forms of one talk: they have to say the same."""
     lists = [key for key in ("messages", "conversations") if key in given]
     lists = [key for key in lists if given[key]] or lists[:1]
@@ -199,7 +199,7 @@ def with_system(turns, given):
             raise ValueError("found system and system_prompt that say different things, expected one of them; leave one "
                              "out")
         if any(turn.message["role"] == "system" for turn in turns):
-            raise ValueError(f"found a {key} beside a message of the system, expected one of them")
+            raise ValueError(f"found a {key} next to a message of the system, expected one of them")
     return [*(Turn({"role": "system", "content": text}, key, True) for key, text in [*texts.items()][:1]), *turns]
 
 
@@ -219,17 +219,17 @@ def read(found, field=None):
     """The Conversation of a line or row, or ValueError; `field` names its messages where they have another name."""
     if isinstance(found, dict) and field is not None:
         inner = found.get(field)
-        beside = {key: value for key, value in found.items() if key not in FORMS}
-        found = {**beside, **(inner if isinstance(inner, dict) else {"messages": inner})}
+        other = {key: value for key, value in found.items() if key not in FORMS}
+        found = {**other, **(inner if isinstance(inner, dict) else {"messages": inner})}
     whole = found
     found = found if isinstance(found, dict) else {"messages": found}
     given = {key: value for key, value in found.items() if value is not None}
     for key in OTHER_MEDIA:
         if given.get(key):
-            raise ValueError(f"found {key} beside the messages, expected text alone: nothing else is trained on; leave "
+            raise ValueError(f"found {key} next to the messages, expected text alone: nothing else is trained on; leave "
                              "the conversation out")
     if given.get("documents"):
-        raise ValueError("found documents beside the messages, expected all text in the messages: a template is given "
+        raise ValueError("found documents next to the messages, expected all text in the messages: a template is given "
                          "nothing else; write them into a message")
     if not ("messages" in given or "conversations" in given or ("prompt" in given and "completion" in given)):
         raise ValueError(f"found {'the keys ' + ', '.join(given) if given else shown(whole)}, {EXPECTED}")
@@ -245,6 +245,6 @@ def read(found, field=None):
 
 
 def keys_of(message):
-    """What a template has to write something of, beside what is said to the assistant."""
+    """What a template has to write something of, next to what is said to the assistant."""
     known = ("role",) if message["role"] == "assistant" else ("role", "content")
     return [key for key, value in message.items() if value and key not in known and not INERT.fullmatch(key)]

@@ -136,7 +136,7 @@ class Tokenizer:
             return self.named(word), "--eos"
         eos = self.word_of("eos_token")
         if eos not in ENDS_OF_TEXT:
-            # Chat models call the end of a turn their eos_token, beside the end of a text.
+            # Chat models call the end of a turn their eos_token, next to the end of a text.
             for name in ENDS_OF_TEXT:
                 found = self.library.token_to_id(name)
                 if found is not None:
@@ -187,7 +187,7 @@ def other_words(message, word):
 class Chat:
     """Conversations as ids, with the tokens that the assistant says."""
 
-    ANEW = ("the chat template writes earlier turns anew, so that nothing says which text is the "
+    REWRITTEN = ("the chat template rewrites earlier turns, so that nothing says which text is the "
             "assistant's; give one with {% generation %} marks by --chat-template")
 
     def __init__(self, tokenizer, template=None, purpose="for --chat"):
@@ -195,7 +195,7 @@ class Chat:
         self.tokenizer = tokenizer
         try:
             self.renderer = transformers.AutoTokenizer.from_pretrained(tokenizer.model, local_files_only=True)
-        except Exception as error:  # of whatever class the folder's tokenizer is
+        except Exception as error:  # of any class the folder's tokenizer is
             fail(f"{tokenizer.model}: transformers finds no tokenizer there ({error})")
         if template is not None:
             self.renderer.chat_template = read_text(template)
@@ -311,14 +311,14 @@ class Chat:
         # With an answer behind them the template writes even the turns before it otherwise.
         bare = self.render([*messages[:i], {"role": "assistant", "content": other_word(after)}], tools=tools)
         if not prompt:
-            raise ValueError(self.ANEW)
+            raise ValueError(self.REWRITTEN)
         return self.behind(prompt, after, common_prefix(after, bare)), prompt
 
     def behind(self, prompt, text, end):
         """Where the last prompt before `end` ends in the text."""
         at = text.rfind(prompt, 0, end)
         if at < 0:
-            raise ValueError(self.ANEW)
+            raise ValueError(self.REWRITTEN)
         return at + len(prompt)
 
     def left(self, messages, i, text, after, begin, prompt, tools):
@@ -328,13 +328,13 @@ class Chat:
         changed = self.render([*messages[:i], other, *messages[i + 1:]], tools=tools)
         alone = self.render([*messages[:i], other], tools=tools)
         if changed == text:
-            raise ValueError(self.ANEW)
+            raise ValueError(self.REWRITTEN)
         first = common_prefix(text, changed)
         last = max(first, len(text) - common_suffix(text, changed))
         said = max(common_prefix(after, alone), len(after) - common_suffix(after, alone))
         begin = max(self.behind(prompt, text, first), last - common_suffix(text[:last], after[begin:said]))
         if begin > first:
-            raise ValueError(self.ANEW)
+            raise ValueError(self.REWRITTEN)
         tail = after[said:].rstrip()  # the end of the turn, which may be another than of a last one
         return begin, last + len(tail) if text.startswith(tail, last) else last
 

@@ -11,7 +11,7 @@ or any Python that has it. Exit code 2 when something is missing.
 import os
 import sys
 
-# Python looks for modules beside a script first, and tokenize.py here is not Python's own.
+# Python looks for modules next to a script first, and tokenize.py here is not Python's own.
 sys.path[:] = [place for place in sys.path
                if os.path.abspath(place) != os.path.dirname(os.path.abspath(__file__))]
 
@@ -79,7 +79,7 @@ def read_metrics(path):
 
 
 def resumptions(log, series):
-    """The steps behind which the run was resumed. Where it went on from an earlier checkpoint, or began anew, its
+    """The steps behind which the run was resumed. Where it was resumed from an earlier checkpoint, or started again, its
     metrics have been cut back to there, and so are these."""
     if not log.is_file():
         return []

@@ -5,7 +5,7 @@ the model writes, the run folder, what to try next.
     tools/tiny_report.py CONFIG RUN [overrides that were given to tessera train]
 
 The yardstick is the byte-frequency model: it gives every byte the share that it has in the training
-text (one more of each, so that none is impossible), whatever came before. Exit code 3 when the
+text (one more of each, so that none is impossible), independent of what came before. Exit code 3 when the
 trained model is not clearly better on the held-out text. Standard library only.
 """
 
@@ -163,13 +163,13 @@ def main(config, run, overrides):
           f"\nThe held-out loss did not fall {CLEARLY_NATS} below byte frequencies.")
     print(f"Run folder: {run}  (config.toml, logs/; {metrics}/, {checkpoint}/)")
     if not (checkpoint / "latest").is_file():
-        print("There is no checkpoint to go on from.")
+        print("There is no checkpoint to continue from.")
         return 0 if fell else 3
     if text := written_text(checkpoint):
-        print(f"\nThe model goes on from \"{PROMPT}\" (drawn at temperature 0.7):\n\n{text}")
+        print(f"\nThe model continues \"{PROMPT}\" (drawn at temperature 0.7):\n\n{text}")
     longer = 2 * settings["training"]["steps"]
     print(f"\nNext:\n"
-          f"  {PROGRAM} train {run}/config.toml --nproc 2 --training.steps {longer}   # goes on\n"
+          f"  {PROGRAM} train {run}/config.toml --nproc 2 --training.steps {longer}   # continues\n"
           f"  {PROGRAM} generate --model {checkpoint} --prompt \"My dear \" --max-new-tokens 300 "
           "--temperature 0.7\n"
           f"  {PROGRAM} convert {checkpoint} {run}/hf   # a folder that transformers loads")

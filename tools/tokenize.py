@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns text into a token file that `tessera train` reads as data.path: NAME.bin beside NAME.json.
+"""Turns text into a token file that `tessera train` reads as data.path: NAME.bin next to NAME.json.
 
     .venv/bin/python tools/tokenize.py --model DIR --out NAME TEXT...
     .venv/bin/python tools/tokenize.py --model DIR --out NAME --chat MESSAGES.jsonl...
@@ -21,7 +21,7 @@ With --chat each line of MESSAGES.jsonl, element of a list in a *.json (read who
 one conversation: a list of {"role", "content"}, or an object that holds it as "messages" (or as --field
 names it); as "conversations", in which {"from", "value"} is a message, too; or "prompt" and "completion",
 each a text (of the user, of the assistant) or such a list, of which the completion alone is trained on.
-"tools" and "system" (or "system_prompt") may stand beside. A content may be a list of parts, {"type": "text",
+"tools" and "system" (or "system_prompt") may stand next to it. A content may be a list of parts, {"type": "text",
 "text"}, which are joined; other parts are refused, and so is what the template would leave out: of what is
 said, or of another key of a message (images, say). The folder's chat template (or --chat-template FILE)
 makes text of it. An answer with "weight" 0, or with "train" or "loss" false, is no label. NAME.mask.bin has
@@ -31,7 +31,7 @@ there are later turns (as Qwen3's thinking) is not there, and what it writes in 
 With --bos auto a conversation begins as the template has it.
 
 NAME.docs.bin has the ends of documents: positions of tokens, uint64, each the one behind the document's
-last. NAME.labels.bin, beside a mask, has uint64, too: the number of tokens, then the kept labels up to
+last. NAME.labels.bin, next to a mask, has uint64, too: the number of tokens, then the unmasked targets up to
 the end of each 4096 tokens.
 
 --encode prints the ids that `tessera generate --prompt-tokens` takes, with the special tokens that the
@@ -57,7 +57,7 @@ import re  # noqa: E402
 import signal  # noqa: E402
 
 
-def beside(name):
+def neighbour(name):
     """A module of this folder."""
     spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
@@ -65,7 +65,7 @@ def beside(name):
     return module
 
 
-model_text, conversation = beside("model_text"), beside("conversation")
+model_text, conversation = neighbour("model_text"), neighbour("conversation")
 fail, needed = model_text.fail, model_text.needed
 
 # Characters of a document that are encoded at once, and how many before them are encoded again, so
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def describes_tokens(file):
-    """NAME.json beside the NAME.bin that an earlier call may have written into a folder of talks."""
+    """NAME.json next to the NAME.bin that an earlier call may have written into a folder of talks."""
     return file.suffix == ".json" and file.with_suffix(".bin").exists()
 
 
@@ -135,13 +135,13 @@ def listed_in(path):
 
 
 def is_message(found):
-    """A record of a data set may say who made it as "from", beside its conversation."""
+    """A record of a data set may say who made it as "from", next to its conversation."""
     return (isinstance(found, dict) and ("role" in found or "from" in found)
             and not any(form in found for form in conversation.FORMS))
 
 
 def without_nulls(value):
-    """Rows of a table have all keys of their column, those that nobody gave as null."""
+    """Rows of a table have all keys of their column, those that no row gave as null."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -165,7 +165,7 @@ def rows_of(path, fields, more=()):
                     number += 1
                     yield f"{path}: row {number}", without_nulls(row)
     except (OSError, ValueError, RuntimeError) as error:  # the library's own are kinds of these
-        fail(f"{path}: found no whole parquet file ({error}); the file is torn or is another kind: fetch it anew")
+        fail(f"{path}: found no whole parquet file ({error}); the file is torn or is another kind: fetch it again")
 
 
 def require_text(place, text):
@@ -255,7 +255,7 @@ def writing(file):
 
 
 def say(text, is_result=False):
-    """A line on standard output. Where nobody reads on, the program goes on without a word; where it cannot be
+    """A line on standard output. Where its reader has closed, the program continues silently; where it cannot be
     written, a result is lost, and a line about files that are written is not."""
     try:
         if sys.stdout is None:
@@ -269,7 +269,7 @@ def say(text, is_result=False):
 
 
 class TokenFile:
-    """NAME.bin, NAME.json and what lies beside, under their names only when all are complete."""
+    """NAME.bin, NAME.json and what lies next to it, under their names only when all are complete."""
 
     PARTS = ("bin", "mask.bin", "labels.bin", "docs.bin", "json")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains transformers' Qwen3 in mixed dtypes, saves a checkpoint, and goes on from it when it is run again.
+"""Trains transformers' Qwen3 in mixed dtypes, saves a checkpoint, and resumes from it when it is run again.
 
     torchrun --standalone --nproc-per-node 2 examples/python/finetune_qwen3.py --steps 40
     python examples/python/finetune_qwen3.py                         (one rank)
@@ -128,7 +128,7 @@ def main() -> None:
     if tessera.has_checkpoint(arguments.checkpoint):
         done = tessera.load_checkpoint(model, optimizer, arguments.checkpoint).step
         if world.rank == 0:
-            print(f"going on from step {done}, saved in {arguments.checkpoint}")
+            print(f"resuming from step {done}, saved in {arguments.checkpoint}")
     elif world.rank == 0:
         print(model.contract())
 

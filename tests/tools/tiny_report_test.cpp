@@ -67,7 +67,7 @@ TEST_F(TinyReport, NamesTheFoldersOfTheRun) {
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(plot_of(outcome.out), Says("* training (mean of a column)   o held-out\n"));
   EXPECT_THAT(outcome.out,
-              Says("generate --model outputs/run/checkpoint --prompt", "The model goes on from"));
+              Says("generate --model outputs/run/checkpoint --prompt", "The model continues"));
 }
 
 TEST_F(TinyReport, FindsMetricsAndCheckpointsThatLieElsewhere) {
@@ -77,7 +77,7 @@ TEST_F(TinyReport, FindsMetricsAndCheckpointsThatLieElsewhere) {
   EXPECT_EQ(outcome.code, 3) << outcome.err;
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(outcome.out, Says("outputs/run/figures/", "generate --model away --prompt",
-                                "The model goes on from"));
+                                "The model continues"));
   EXPECT_THAT(outcome.out, Not(Says("There is no checkpoint")));
 }
 
