@@ -17,6 +17,9 @@ apt_tests=(
   clang-19 libclang-rt-19-dev clang-format-19 clang-tidy-19 shellcheck openmpi-bin
 )
 
+# To build the API reference (scripts/docs).
+apt_docs=(doxygen)
+
 # To build the Python module for Debian's own Python; another one has its headers next to it.
 apt_python=(python3-dev)
 
