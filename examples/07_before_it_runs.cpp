@@ -1,5 +1,5 @@
-// Before it runs: what a rank of any number holds and sends in a step of a module of your own, counted
-// without the ranks, and a plan that keeps within a budget by it.
+// Before it runs: counts what one rank holds and sends in a step of a custom module, in a world of
+// any size, without the other ranks, and plans steps within a memory budget by it.
 //
 //   build/release/examples/07_before_it_runs
 //

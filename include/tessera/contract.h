@@ -109,8 +109,8 @@ struct GradContract {
   FrozenAs frozen_as = FrozenAs::kShard;  ///< how a frozen parameter is kept
   Master master = Master::kStorage;       ///< kNone for a frozen parameter
   DType state = DType::kFloat32;          ///< the optimizer's moments
-  std::optional<bool>
-      decays;  ///< whether weight decay applies; none = the optimizer's list decides
+  /// Whether weight decay applies; none = the optimizer's list decides.
+  std::optional<bool> decays;
   /// One tensor has several names, and their uses in one backward arrive summed in the raw dtype.
   bool raw_sum_by_autograd = false;
   ParameterLayout layout;            ///< the part that a rank holds, beyond the data axes

@@ -39,7 +39,7 @@ std::string to_string(const std::vector<DtypeFinding>& findings);
 /// dtype. A thread has one watch at a time, and so has a model.
 class DtypeWatch {
  public:
-  /// Starts to watch. `model` is the outermost handle and outlives the watch.
+  /// Starts to watch.
   explicit DtypeWatch(const ShardedBase& model);
   ~DtypeWatch();
   DtypeWatch(const DtypeWatch&) = delete;

@@ -14,7 +14,7 @@
 
 namespace tessera {
 
-/// What went wrong, for a program that handles errors by kind.
+/// The kind of an error, for a program that handles errors by kind.
 enum class ErrorKind {
   kUsage,     ///< wrong command line or wrong call of the library
   kConfig,    ///< a config key or value

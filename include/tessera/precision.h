@@ -73,8 +73,8 @@ struct PrecisionRule {
   std::optional<DType> grad_dtype;        ///< raw gradients are rounded to it on arrival
   /// true = compute in fp32 at least, over policy and rules; false = undo the model's own pin.
   std::optional<bool> pin;
-  std::optional<bool>
-      widen;  ///< whether a pin may widen the storage of a tensor that is narrower than fp32
+  /// Whether a pin may widen the storage of a tensor that is narrower than fp32.
+  std::optional<bool> widen;
   std::optional<FrozenRule> frozen;  ///< whether the parameter is frozen
   bool operator==(const PrecisionRule&) const = default;
 };

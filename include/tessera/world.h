@@ -44,11 +44,11 @@ class IssueQueue;
 using StorePtr =
     c10::intrusive_ptr<c10d::Store, c10::detail::intrusive_target_default_null_type<c10d::Store>>;
 
-/// What ends on a rank when another rank is lost or has failed.
+/// The consequence on a rank when another rank is lost or has failed.
 enum class LostRankEnds : std::uint8_t {
-  kProcess,  ///< the process, at once, by _exit(): no handler or destructor runs
-  /// The waiting call, or the next one, by kComm: the program's handlers and destructors run. The
-  /// process ends only where the program makes no call within WorldOptions::grace_period.
+  kProcess,  ///< the process ends at once, by _exit(): no handler or destructor runs
+  /// The waiting call, or the next one, throws kComm: the program's handlers and destructors run.
+  /// The process ends only where the program makes no call within WorldOptions::grace_period.
   kCall,
 };
 
@@ -59,7 +59,8 @@ struct WorldOptions {
   /// local rank takes the device of its number, or the only visible one; "cuda:0" for all ranks;
   /// "auto", which is "cuda" where libtorch, the driver and a device support it, else "cpu".
   std::string device = "cpu";
-  std::chrono::milliseconds init_timeout = std::chrono::seconds(300);  ///< bound of connect()
+  /// Bound of joining, and of waits in a start-up.
+  std::chrono::milliseconds init_timeout = std::chrono::seconds(300);
   std::chrono::milliseconds timeout = std::chrono::seconds(100);  ///< bound of every collective
   std::string master_addr;  ///< used without MASTER_ADDR; "" = this host, if all ranks are on one
   int master_port = 0;      ///< used without MASTER_PORT; 0 = derived from the launcher's job
@@ -70,8 +71,8 @@ struct WorldOptions {
   bool compare_entries = false;
   /// Length of a wait after which the failure watch compares the ranks' operations.
   std::chrono::milliseconds blocked_after = std::chrono::seconds(2);
-  /// What a lost rank ends. The same on every rank: only ranks with kCall learn that a rank for
-  /// which they wait has left.
+  /// The consequence of a lost rank. The same on every rank: only ranks with kCall learn that a
+  /// rank for which they wait has left.
   LostRankEnds lost_rank_ends = LostRankEnds::kProcess;
   /// Time, with LostRankEnds::kCall, from the notice of a lost rank to the end of a process that
   /// has neither thrown an error of it nor closed its World.
