@@ -60,8 +60,8 @@ struct UnitActivations {
 
 /// Activations of a whole forward, in bytes of one micro-batch.
 struct ForwardActivations {
-  /// Held in addition to the units', from the first unit's forward to the last backward.
-  std::int64_t beside = 0;
+  /// Outside of these units, from the first unit's forward to the last backward.
+  std::int64_t outside = 0;
   std::int64_t after = 0;  ///< of operations after all units, at the end of the forward
   std::vector<UnitActivations> units = {};  ///< in the order of their forwards
   bool operator==(const ForwardActivations&) const = default;
