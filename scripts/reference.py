@@ -24,18 +24,20 @@ SUBJECTS = {
     "Ranks and meshes": ("world", "mesh", "mesh_shape", "group", "interrupt"),
     "Sharded modules": ("shard", "forward_signature", "visit_tensors", "placement", "trainable"),
     "Training": ("optim", "optimizer_rule", "muon", "clip", "grad_scaler", "loss_scale"),
-    "Dtypes and contracts": ("precision", "contract", "model_contract", "data_axes", "dtype", "dtype_watch", "wide_scope"),
+    "Dtypes and contracts": ("precision", "contract", "model_contract", "data_axes", "dtype", "dtype_watch",
+                             "wide_scope"),
     "Steps and memory": ("step_scope", "recompute", "recompute_mode", "keep", "compile", "dry_run", "kernels_of"),
     "Pipelines": ("pipeline",),
     "Saving": ("checkpoint", "checkpoint_values", "state_dict"),
     "Errors and messages": ("error", "log_level", "tessera"),
 }
 # A sentence that begins so is a paragraph of its own, with the label in bold.
-LABEL = re.compile(r"(?:^ ?|(?<=[.):`]) )((?:Errors|Collective|Threads|Memory|Bytes|Shapes|Units|Placement|State|Source|Next)"
-                   r"(?:[^.:;]{0,60}:|(?=[.,])))")
+LABEL = re.compile(r"(?:^ ?|(?<=[.):`]) )((?:Errors|Collective|Threads|Memory|Bytes|Shapes|Units|Placement|State|"
+                   r"Source|Next)(?:[^.:;]{0,60}:|(?=[.,])))")
 COMMENT = re.compile(r"(\s*///)(?!<)(.*)")
 # What a class has because C++ wants it said; a reader expects nothing else.
-EXPECTED = re.compile(r"^\s*(?:~?\w+\(.*\)|\w+& operator=\(.*\)|bool operator==\(.*\) const)(?: noexcept)? = (?:default|delete);"
+EXPECTED = re.compile(r"^\s*(?:~?\w+\(.*\)|\w+& operator=\(.*\)|bool operator==\(.*\) const)(?: noexcept)?"
+                      r" = (?:default|delete);"
                       r"|^\s*(?:virtual )?~\w+\(\)(?: override)?;$|^\s*(?:friend|class) \w[\w:]*;")
 
 
@@ -129,7 +131,7 @@ def finish(folder):
             path.unlink()
         elif path.suffix == ".html":
             text = path.read_text()
-            text = re.sub(r" (?:File|Class|Struct|Namespace|Class Template|Struct Template) Reference(?=<| - )", "", text)
+            text = re.sub(r" (?:File|Namespace|(?:Class|Struct)(?: Template)?) Reference(?=<| - )", "", text)
             for useless in ('<h2 class="groupheader"> </h2>', '<span class="mlabel">strong</span>'):
                 text = text.replace(useless, "")
             path.write_text(re.sub(r'<div class="summary">.*?</div>', "", text, flags=re.DOTALL))

@@ -82,19 +82,20 @@ class Reference(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             tags = pathlib.Path(folder) / "names.xml"
             tags.write_text('<tagfile><compound kind="class"><name>tessera::Box</name><filename>box.html</filename>'
-                            '<member kind="function"><name>add</name><anchorfile>box.html</anchorfile><anchor>a1</anchor>'
-                            '</member></compound><compound kind="file"><name>box.h</name><member kind="function">'
+                            '<member kind="function"><name>add</name><anchorfile>box.html</anchorfile>'
+                            '<anchor>a1</anchor></member></compound><compound kind="file"><name>box.h</name><member kind="function">'
                             "<name>make_box</name><anchorfile>box_h.html</anchorfile><anchor>a2</anchor></member>"
                             '</compound><compound kind="page"><name>index</name></compound></tagfile>')
-            self.assertEqual(reference.names_of(tags), [("Box", "box.html", "class"), ("Box::add", "box.html#a1", "function"),
-                                                        ("make_box", "box_h.html#a2", "function")])
+            self.assertEqual(reference.names_of(tags), [
+                ("Box", "box.html", "class"), ("Box::add", "box.html#a1", "function"),
+                ("make_box", "box_h.html#a2", "function")])
 
     def test_without_doxygen_the_script_says_what_installs_it(self):
         with tempfile.TemporaryDirectory() as folder:
             for tool in ("bash", "dirname"):
                 os.symlink(f"/bin/{tool}" if os.path.exists(f"/bin/{tool}") else f"/usr/bin/{tool}", f"{folder}/{tool}")
-            done = subprocess.run(["bash", str(ROOT / "scripts/docs")], env={"PATH": folder}, capture_output=True, text=True,
-                                  check=False)
+            done = subprocess.run(["bash", str(ROOT / "scripts/docs")], env={"PATH": folder}, capture_output=True,
+                                  text=True, check=False)
             self.assertEqual(done.returncode, 3)
             self.assertIn("scripts/bootstrap --with-docs", done.stderr)
 
