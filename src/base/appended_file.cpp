@@ -58,8 +58,8 @@ std::string read_no_link(const fs::path& path) {
 
 AppendedFile::AppendedFile(fs::path path, From from) : path_(std::move(path)) {
   require_no_link(path_);
-  // Emptied only once it is known to be a file; O_NOFOLLOW for a link that came in between, and
-  // O_NONBLOCK for a pipe without a reader.
+  // Truncated only once it is known to be a file. O_NOFOLLOW refuses a link that was placed
+  // meanwhile, and O_NONBLOCK keeps a pipe without a reader from blocking.
   int flags = O_WRONLY | O_CREAT | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
   if (from == From::kNothing) flags |= O_EXCL;
   descriptor_ = ::open(path_.c_str(), flags, 0666);

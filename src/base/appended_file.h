@@ -1,8 +1,8 @@
-// A file at whose end a run writes while it goes on: lines of metrics, of a log, records of events.
+// A file to which a run appends while it runs: lines of metrics, lines of a log, records of events.
 //
-// Each piece is handed to the system at once. No link is followed at the file's own name, whoever
-// placed it: neither its target's content nor the link itself is accessed. Folders on the way may be
-// links. Pure. Next: io/atomic_file.h, for files that appear whole.
+// Each piece is passed to the system at once. A link in place of the file is not followed, whoever
+// has placed it: neither its target's content nor the link itself is accessed. Folders on the way
+// may be links. Pure. Next: io/atomic_file.h, for files that appear whole.
 #pragma once
 
 #include <filesystem>
@@ -14,8 +14,8 @@ namespace tessera {
 class AppendedFile {
  public:
   enum class From { kEmpty, kEnd, kNothing };
-  /// Opens `path`, or makes it: as an empty file, at the end of what is there, or as one that may
-  /// not be there yet. Errors: kIo, for a link or something else that is no regular file by name.
+  /// Opens or makes `path`: emptied, at its end, or as a file that must not exist yet. Errors: kIo,
+  /// naming the file, for a link or another thing that is no regular file.
   AppendedFile(std::filesystem::path path, From from);
   ~AppendedFile();
   AppendedFile(const AppendedFile&) = delete;
@@ -30,11 +30,11 @@ class AppendedFile {
   int descriptor_ = -1;
 };
 
-/// Errors: kIo where `path` is there and no regular file itself (a link to one is none).
+/// Errors: kIo where `path` exists and is no regular file itself; a link to one is none.
 void require_no_link(const std::filesystem::path& path);
 
-/// All bytes of such a file, "" where there is none: of the file that was looked at, whatever
-/// stands there since. Errors: as require_no_link(); kIo.
+/// Returns all bytes of such a file, "" where there is none. It reads the file that was checked,
+/// even if another one has replaced it since. Errors: as require_no_link(); kIo.
 std::string read_no_link(const std::filesystem::path& path);
 
 }  // namespace tessera

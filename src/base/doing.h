@@ -1,7 +1,7 @@
-// What a rank is in the midst of, for whoever has to say why it failed and knows only its own part:
-// a unit whose forward an exception leaves cannot know of the slot of a schedule that it ran in.
+// What a rank is doing, for the code that reports a failure and knows only its own part: a unit
+// whose forward an exception leaves does not know the slot of a schedule that it ran in.
 //
-// It belongs to a pass (pass_local.h). Nothing is put into words before somebody asks. Pure.
+// It belongs to a pass (pass_local.h). No text is made before it is asked for. Pure.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace tessera {
 
-/// While it lives, the rank's pass is doing what `words` says. The innermost one counts.
+/// While it lives, `words` describes what the rank's pass is doing. The innermost one counts.
 class DoingHere {
  public:
   explicit DoingHere(std::function<std::string()> words)
@@ -24,7 +24,7 @@ class DoingHere {
   DoingHere(const DoingHere&) = delete;
   DoingHere& operator=(const DoingHere&) = delete;
 
-  /// ", in WORDS"; "" where nothing is said.
+  /// Returns ", in " and the description; "" where there is none.
   static std::string as_text() {
     const DoingHere* const here = Here::here();
     return here == nullptr ? std::string() : ", in " + here->words_();
@@ -37,9 +37,9 @@ class DoingHere {
   const DoingHere* const before_;
 };
 
-/// The unit, the stage and the micro-batch whose forward or backward this pass is in: the
-/// collectives of a module know nothing of them. Names are the thread's own, as models end before
-/// their threads do.
+/// The unit, the stage and the micro-batch whose forward or backward this pass is in, for
+/// collectives of a module, which do not know them. The thread owns the names, since models may end
+/// before their threads.
 class UnitHere {
  public:
   static constexpr int kNoStage = -1;
@@ -48,18 +48,18 @@ class UnitHere {
     const auto known = names_.find(unit);
     Name::here() = &*(known != names_.end() ? known : names_.emplace(unit).first);
   }
-  /// By a step scope, which leaves them when it is over: labels of activations have both.
+  /// Called by a step scope, which leaves them when it ends: labels of activations have both.
   static void enter(int stage, std::uint32_t micro_batch) {
     StageFromOne::here() = stage + 1;
     MicroBatch::here() = micro_batch;
   }
   static void leave_step() { enter(kNoStage, 0); }
-  /// "": none.
+  /// Returns the unit's name; "" for none.
   static std::string_view unit() {
     const std::string* const name = Name::here();
     return name != nullptr ? std::string_view(*name) : std::string_view();
   }
-  /// Among those of this rank; kNoStage: in no step scope.
+  /// Returns the stage, counted among those of this rank; kNoStage outside of step scopes.
   static int stage() { return StageFromOne::here() - 1; }
   static std::uint32_t micro_batch() { return MicroBatch::here(); }
 

@@ -10,9 +10,9 @@
 namespace tessera {
 namespace {
 
-/// What decides whether one type holds the values of another. For integers `precision` is the
-/// number of value bits; for floating types it counts the implicit bit, the largest finite value is
-/// below 2^(max_exponent + 1) and the smallest subnormal is 2^min_exponent.
+/// The properties that decide whether one type holds the values of another. For integers
+/// `precision` is the number of value bits; for floating types it counts the implicit bit, the
+/// largest finite value is below 2^(max_exponent + 1) and the smallest subnormal is 2^min_exponent.
 struct Traits {
   DType dtype;
   std::string_view word;
@@ -49,7 +49,7 @@ const Traits& traits(DType dtype) {
   return kTraits[index];
 }
 
-/// uint16, uint32, uint64: c10 knows them as storage only.
+/// Whether c10 knows the type as storage only: uint16, uint32, uint64.
 bool is_storage_only(const Traits& type) {
   return !type.floating && !type.is_signed && type.bytes > 1;
 }

@@ -29,7 +29,8 @@ std::string_view to_string(ErrorKind kind) {
 namespace detail {
 namespace {
 
-/// Within the tree: a unity build includes a source by "../../src/comm/sum.cpp".
+/// Returns the path in the source tree: a unity build includes a source by
+/// "../../src/comm/sum.cpp".
 std::string_view source_path(std::string_view file) {
   const auto up = file.rfind("../");
   return up == std::string_view::npos ? file : file.substr(up + 3);

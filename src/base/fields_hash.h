@@ -1,4 +1,4 @@
-// The hash of a struct that lists its fields (text/fields.h): that of all of them. Pure.
+// The hash of a struct that lists its fields (text/fields.h), over all of them. Pure.
 #pragma once
 
 #include <concepts>
@@ -29,7 +29,7 @@ void add_to(Hasher& hash, const T& value) {
   }
 }
 
-/// Is the same on every rank, compiler and machine for equal values.
+/// Returns a hash that is the same on every rank, compiler and machine for equal values.
 template <class T>
 std::uint64_t hash_of(const T& value) {
   Hasher hash;

@@ -1,11 +1,11 @@
-// For backward passes that have no derivative of their own, and for what has further ones.
+// Helpers for backward passes without a derivative, and for layers with higher derivatives.
 //
-// [Note: left-out results] Where a node gives several results, as a sharded module does, and a
-// backward uses some of them, what made the others runs as well, with undefined gradients. Autograd
-// fills these up with zeros, if it is not told to leave them (set_materialize_grads); parameters
-// behind a left-out result would then have gradients of zeros, by which an optimizer steps, where
-// at::linear gives them none. So our functions take undefined gradients and hand them on. What
-// communicates in its backward takes the zeros.
+// [Note: left-out results] Where a node has several results, as a sharded module does, and a
+// backward uses some of them, the functions that made the others run as well, with undefined
+// gradients. Autograd fills these up with zeros unless it is told not to (set_materialize_grads).
+// Parameters of an unused result would then have gradients of zeros, by which an optimizer updates
+// them, where at::linear gives them none. So Tessera's functions accept undefined gradients and
+// pass them on. Functions that communicate in their backward take the zeros.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace tessera::base {
 
-/// A graph built over such a backward (create_graph) would be silently wrong.
+/// Refuses a graph over such a backward (create_graph), which would be silently wrong.
 /// Errors: kUsage.
 inline void refuse_double_backward() {
   TESSERA_CHECK(
@@ -23,9 +23,10 @@ inline void refuse_double_backward() {
       "backward: found create_graph, expected none; second derivatives are not supported");
 }
 
-/// In fp64, which derivatives are checked in, layers call their kernels without a node of their own
-/// around them: those are ATen operations there, whose graph autograd keeps and differentiates as
-/// often as it is asked to. It costs memory, for which the other dtypes have our nodes.
+/// Whether layers call their kernels without a node of their own around them: in fp64, in which
+/// derivatives are checked. The kernels are ATen operations there, and autograd keeps their graph,
+/// which it can differentiate any number of times. That costs memory, which the nodes save in other
+/// dtypes.
 inline bool has_second_derivatives(const at::Tensor& x) { return x.scalar_type() == at::kDouble; }
 
 }  // namespace tessera::base

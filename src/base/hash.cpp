@@ -22,7 +22,7 @@ std::uint64_t parse_half(std::string_view text) {
 }  // namespace
 
 struct Hash128Stream::State {
-  XXH3_state_t xxh;  // aligned to 64 bytes by its own declaration
+  XXH3_state_t xxh;  // declared with an alignment of 64 bytes
 };
 
 std::uint64_t hash_bytes(std::string_view bytes, std::uint64_t seed) {

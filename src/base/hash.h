@@ -1,9 +1,9 @@
-// A stable 64-bit hash of bytes: the same on every rank, compiler and machine (XXH3, little
-// endian); and the checksum of TensorBoard's records.
+// A stable 64-bit hash of bytes, the same on every rank, compiler and machine (XXH3, little
+// endian), and the checksum of TensorBoard's records.
 //
-// Pure. The hash is for comparing values over ranks, for keying random numbers and, with 128 bits,
-// for finding bytes of a file that changed; not a cryptographic hash, and not std::hash, whose
-// result each standard library chooses for itself.
+// Pure. The hash compares values over ranks, keys random numbers and, with 128 bits, finds bytes of
+// a file that changed. It is no cryptographic hash, and not std::hash, which differs between
+// standard libraries.
 #pragma once
 
 #include <bit>
@@ -19,14 +19,14 @@ namespace tessera {
 
 std::uint64_t hash_bytes(std::string_view bytes, std::uint64_t seed = 0);
 
-/// XXH3-128 of bytes; as text the 32 digits that `xxh128sum` prints.
+/// The XXH3-128 of bytes. Its text has the 32 digits that `xxh128sum` prints.
 struct Hash128 {
   std::uint64_t high = 0;
   std::uint64_t low = 0;
   bool operator==(const Hash128&) const = default;
 };
 std::string to_string(const Hash128& hash);
-/// The inverse; none for anything but 32 lower-case hexadecimal digits.
+/// Parses that text; none for anything but 32 lower-case hexadecimal digits.
 std::optional<Hash128> parse_hash128(std::string_view text);
 
 /// The hash of bytes that come in parts.
@@ -45,8 +45,8 @@ class Hash128Stream {
   std::unique_ptr<State> state_;
 };
 
-/// Collects fields in a form in which different values never give the same bytes: numbers as 8
-/// little-endian bytes, strings with their length in front.
+/// Hashes fields so that different values never have the same bytes: numbers as 8 little-endian
+/// bytes, strings after their length.
 class Hasher {
  public:
   Hasher& add(std::uint64_t value);
@@ -60,7 +60,7 @@ class Hasher {
   std::string bytes_;
 };
 
-/// CRC32C (Castagnoli). A table, no instructions: the records are a hundred bytes.
+/// Returns the CRC32C (Castagnoli), by a table, since the records are a hundred bytes long.
 /// Polynomial 0x1EDC6F41, reflected, as in RFC 3720.
 std::uint32_t crc32c(std::string_view bytes);
 

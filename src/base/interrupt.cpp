@@ -18,7 +18,7 @@
 namespace tessera {
 namespace {
 
-/// Holds the check that is set. It belongs to the process, as a signal handler does.
+/// Holds the check. It belongs to the process, as a signal handler does.
 struct Check {
   std::atomic<bool> is_set{false};
   base::Mutex mutex;
@@ -30,7 +30,7 @@ Check& the_check() {
   return check;
 }
 
-/// Tells one exception that is handled from another, without keeping it alive.
+/// Identifies an exception that is handled, without keeping it alive.
 struct Thrown {
   const void* object = nullptr;
   const std::type_info* type = nullptr;
@@ -90,7 +90,7 @@ bool handles_interrupt() {
   return interrupt_of_thread.object != nullptr && interrupt_of_thread == Thrown::now();
 }
 
-/// The thread that wakes waits: made when one first registers, and once more in a child of fork().
+/// The thread that wakes waits: made when a wait first registers, and again in a child of fork().
 class Waker {
  public:
   static Waker& the() {
@@ -102,7 +102,7 @@ class Waker {
     const Lock lock(making);
     found = now.load(std::memory_order_acquire);
     if (found == nullptr || found->process_ != process) {
-      found = new Waker(process);  // for as long as the process
+      found = new Waker(process);  // lives as long as the process
       now.store(found, std::memory_order_release);
     }
     return *found;
@@ -112,7 +112,7 @@ class Waker {
     const Lock lock(mutex_);
     waits_.push_back({&wait, std::chrono::steady_clock::now()});
   }
-  /// Afterwards it is not woken any more.
+  /// Removes the wait, which is not woken after that.
   void remove(WakesWait& wait) {
     const Lock lock(mutex_);
     std::erase_if(waits_, [&](const Item& item) { return item.wait == &wait; });
@@ -128,7 +128,7 @@ class Waker {
     std::thread([this] { run(); }).detach();
   }
 
-  /// Nobody tells it that a wait begins: most end before it would look.
+  /// Checks in intervals and is not told that a wait begins: most waits end before it checks.
   void run() {
     for (;;) {
       std::this_thread::sleep_for(kAsksEvery / 2);

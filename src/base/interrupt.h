@@ -1,10 +1,11 @@
-// The library's side of set_interrupt_check (tessera/interrupt.h): who asks it, and when not.
+// The library's side of set_interrupt_check (tessera/interrupt.h): which code calls the check, and
+// when not.
 //
-// A wait that looks up now and then counts its 100 ms by an InterruptTimer; one that sleeps in
-// another library is woken by WakesWait. Both cost one read of an atomic where no check is set. A
-// wait of a World asks through its AbortFlag, which tells the other ranks. NoInterrupts keeps a
-// thread of the library, a destructor and a part that must not be left in the middle from asking.
-// Handlers that make another error of what they catch let an interrupt pass: handles_interrupt().
+// A wait that polls counts its 100 ms by an InterruptTimer; one that sleeps in another library is
+// woken by WakesWait. Both cost one read of an atomic where no check is set. A wait of a World
+// calls it through its AbortFlag, which tells the other ranks. NoInterrupts keeps a thread of the
+// library, a destructor and a part that must not be left in the middle from calling it. Handlers
+// that turn an exception into another error let an interrupt pass: handles_interrupt().
 //
 // Pure. Next: launch/abort_flag.h.
 #pragma once
@@ -16,10 +17,10 @@
 
 namespace tessera::base {
 
-/// Time between two questions of one wait, and before the first.
+/// The time between two calls of the check in one wait, and before the first.
 inline constexpr std::chrono::milliseconds kAsksEvery{100};
 
-/// While it lives, this pass of the thread does not ask.
+/// While it lives, this pass of the thread does not call the check.
 class NoInterrupts {
  public:
   NoInterrupts() { ++Depth::here(); }
@@ -33,14 +34,14 @@ class NoInterrupts {
   using Depth = PassLocal<PassValue::kNoInterrupts, int>;
 };
 
-/// Whether a check is set, and this thread may ask it.
+/// Whether a check is set, and this thread may call it.
 bool may_ask_interrupt();
-/// Asks. Errors: what the check throws.
+/// Calls the check. Errors: those of the check.
 void ask_interrupt();
-/// Inside a handler: whether what it handles is what the check has thrown in this thread.
+/// Whether the exception that is handled is one that the check has thrown in this thread.
 bool handles_interrupt();
 
-/// When the wait that begins with it asks next.
+/// The time of the next call of the check in a wait that begins with it.
 class InterruptTimer {
  public:
   bool is_due() {
@@ -55,8 +56,8 @@ class InterruptTimer {
   std::chrono::steady_clock::time_point next_ = std::chrono::steady_clock::now() + kAsksEvery;
 };
 
-/// While it lives, a thread of the library wakes this thread's wait again and again once it has
-/// lasted 100 ms, so that it can ask. Registers nothing where this thread may not ask.
+/// While it lives, a thread of the library wakes this thread's wait again and again after 100 ms,
+/// so that it can call the check. Registers nothing where this thread may not call it.
 class WakesWait {
  public:
   WakesWait(const WakesWait&) = delete;
@@ -65,7 +66,8 @@ class WakesWait {
  protected:
   WakesWait() = default;
   ~WakesWait() = default;
-  /// By the derived class, as its constructor ends and as its destructor begins.
+  /// Must be called by the derived class, at the end of its constructor and the beginning of its
+  /// destructor.
   void begin();
   void end();
 
@@ -76,8 +78,8 @@ class WakesWait {
   bool is_registered_ = false;
 };
 
-/// How many fork()s lie between the program's first process and this one, counted from the first
-/// call on: objects with threads remember it, since a child has none of them.
+/// Returns how many fork()s were made from the program's first process to this one, counted from
+/// the first call. Objects with threads remember it, since a child has none of their threads.
 int forks();
 
 }  // namespace tessera::base

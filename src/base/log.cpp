@@ -31,7 +31,7 @@ spdlog::level::level_enum level_of(Level level) {
   }
 }
 
-/// Each line at once, and through no link.
+/// Writes each line at once, and follows no link.
 class FileSink final : public spdlog::sinks::base_sink<std::mutex> {
  public:
   explicit FileSink(const std::filesystem::path& path) : file_(path, AppendedFile::From::kEnd) {}
@@ -47,7 +47,7 @@ class FileSink final : public spdlog::sinks::base_sink<std::mutex> {
   AppendedFile file_;
 };
 
-/// The least level that stderr shows: `asked` on rank 0, on the other ranks at least errors.
+/// Returns the least level that stderr shows: `asked` on rank 0, at least errors on other ranks.
 spdlog::level::level_enum level_on_screen(int rank, Level asked) {
   return rank == 0 ? level_of(asked) : std::max(level_of(asked), spdlog::level::err);
 }
@@ -106,9 +106,9 @@ void init(const Options& options) {
       std::filesystem::create_directories(options.file.parent_path());
     }
     sinks().open(options);
-  } catch (const Error& error) {  // of AppendedFile: it names the file
+  } catch (const Error& error) {  // AppendedFile's errors name the file
     throw Error(error.kind(), concat("log file ", error.what()));
-  } catch (const std::exception& error) {  // spdlog's and the file system's
+  } catch (const std::exception& error) {  // errors of spdlog and of the file system
     throw Error(ErrorKind::kIo,
                 concat("cannot open the log file ", shown(options.file), ": ", error.what()));
   }
@@ -140,7 +140,7 @@ namespace {
 
 constexpr const char* kEraseLine = "\r\x1B[K";
 
-/// The one mutable thing: whether a line stands there.
+/// The only mutable state: whether a line of progress is shown.
 struct State {
   base::Mutex mutex;
   bool visible TESSERA_GUARDED_BY(mutex) = false;
@@ -159,7 +159,7 @@ std::size_t columns() {
 }
 
 void put(const std::string& text) {
-  // A terminal that is gone cannot be told.
+  // A failed write to a terminal that is gone is ignored.
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 

@@ -1,5 +1,5 @@
-// What the program says while it runs: lines on stderr and one file a rank, and a line of progress
-// at the bottom of a terminal.
+// Log lines of the program: on stderr and in one file for each rank; and a line of progress at the
+// bottom of a terminal.
 //
 // Every line goes to the rank's file once init() named one. stderr shows the lines that
 // set_log_level() asks for (tessera/log_level.h), but on ranks other than 0 errors alone. Each line
@@ -7,9 +7,9 @@
 // are not log lines (they go to stdout and metrics.jsonl). The formatting library stays inside
 // log.cpp, whose target must not see libtorch's include folder.
 //
-// The line of progress is written over again and again. Nothing happens where stderr is no
-// terminal. Whoever writes other lines clears it first (log lines do), so that the two never share
-// a line. As stderr itself it belongs to the process.
+// The line of progress is overwritten again and again. It is not shown where stderr is no terminal.
+// Code that writes other lines clears it first (log lines do), so that the two never share a line.
+// It belongs to the process, as stderr does.
 #pragma once
 
 #include <filesystem>
@@ -33,11 +33,11 @@ struct Options {
 /// any.
 void init(const Options& options);
 
-/// One line. Threads: any.
+/// Writes one line. Threads: any.
 void write(Level level, const std::string& message);
 
-/// One line to the file alone, if there is one: for what reaches the screen by another way.
-/// Threads: any.
+/// Writes one line to the file alone, if there is one: for text that reaches the screen in another
+/// way. Threads: any.
 void write_to_file(Level level, const std::string& message);
 
 template <class... Parts>
@@ -62,13 +62,13 @@ namespace tessera::terminal_line {
 /// Whether stderr is a terminal.
 bool is_possible();
 
-/// Shows `text`, cut to the width of the terminal, in place of what was shown. Threads: any.
+/// Replaces the line of progress by `text`, cut to the width of the terminal. Threads: any.
 void show(const std::string& text);
 
-/// Removes it. Threads: any.
+/// Removes the line of progress. Threads: any.
 void clear();
 
-/// Removes whatever stands there, also of another process of this run: before an error is printed.
+/// Removes the line, also that of another process of this run, before an error is printed.
 void clear_of_any_process();
 
 }  // namespace tessera::terminal_line

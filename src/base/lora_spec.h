@@ -1,7 +1,7 @@
-// Low-rank adapters as values: what a configuration asks for, and what a model then has. One record
-// each on all floors: the planned one is what modules are made from and what a checkpoint keeps.
+// Low-rank adapters as values: what a configuration asks for, and what a model then has. All
+// libraries use these two records: modules are made from the second, and a checkpoint keeps it.
 //
-// Pure. Next: ../models/adapters.h, which makes the one from the other.
+// Pure. Next: ../models/adapters.h, which makes the second from the first.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct LoraRequest {
   bool operator==(const LoraRequest&) const = default;
 };
 
-/// Errors: kConfig for adapters of no layer.
+/// Errors: kConfig for a rank without targets.
 inline void check_targets(const LoraRequest& request) {
   TESSERA_CHECK(request.rank == 0 || !request.targets.empty(), ErrorKind::kConfig,
                 "lora.targets: found nothing, expected the linear layers that get an adapter, as "

@@ -94,17 +94,17 @@ std::string read_text_file(const std::filesystem::path& path, std::int64_t max_b
 
 namespace {
 
-/// A mapping as the handler of SIGBUS finds it: without a lock or memory of its own.
+/// A mapping for the handler of SIGBUS, which takes no lock and allocates nothing.
 struct Watched {
   std::atomic<const std::string*> name = nullptr;  ///< null: free
   std::atomic<std::uintptr_t> begin = 0;
   std::atomic<std::uintptr_t> end = 0;  ///< 0: not mapped
 };
 
-// A process has some 65530 mappings by default; what finds no place here is not watched.
+// A process has some 65530 mappings by default; mappings beyond this number are not watched.
 constexpr std::size_t kMostWatched = 65536;
 constexpr std::size_t kUnwatched = 0;
-constinit std::array<Watched, kMostWatched> watched_files;  // the first one is no file's
+constinit std::array<Watched, kMostWatched> watched_files;  // the first one stays unused
 constinit std::atomic<std::size_t> last_watched = kUnwatched;
 static_assert(std::atomic<std::uintptr_t>::is_always_lock_free &&
                   std::atomic<const std::string*>::is_always_lock_free,
@@ -134,7 +134,7 @@ void unwatch(std::size_t at) noexcept {
   place.name.store(nullptr);
 }
 
-/// Text in a place that is there already.
+/// Text in memory of a fixed size.
 class FixedText {
  public:
   void add(std::string_view text) {
@@ -156,21 +156,21 @@ class FixedText {
   }
 
  private:
-  std::array<char, 8192> text_;  // shown paths have an end
+  std::array<char, 8192> text_;  // shown paths are bounded
   std::size_t size_ = 0;
 };
 
 constinit std::atomic<const CutFileReport*> cut_file_report = nullptr;
 struct sigaction action_before{};
 
-/// Only what a handler may call.
+/// Calls only functions that a signal handler may call.
 void add_message(FixedText& text, const Watched& file) {
   text.add(*file.name.load());
   text.add(": became shorter while it was read (it was ");
   text.add(file.end.load() - file.begin.load());
   text.add(
       " bytes when it was opened) or its disk failed, expected a file that stays as it is; "
-      "bring it back and go on, and put new data under another name or by a rename");
+      "restore it and run again, and put new data under another name or by a rename");
 }
 
 [[noreturn]] void end_with_message(const Watched& file) {
@@ -188,7 +188,7 @@ void add_message(FixedText& text, const Watched& file) {
 void on_bus_error(int number, siginfo_t* info, void* context) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
   for (const Watched& file : watched_files) {
-    // A signal that somebody sends has no address.
+    // A signal sent by a process has no address.
     if (info->si_code > 0 && address >= file.begin.load() && address < file.end.load()) {
       end_with_message(file);
     }
@@ -270,8 +270,8 @@ void MappedFile::release(std::span<const std::byte> part) const {
       part.data() >= bytes_.data() && part.size() <= bytes_.size() &&
           part.data() - bytes_.data() <= static_cast<std::ptrdiff_t>(bytes_.size() - part.size()),
       "release of memory outside the mapping of ", path_.native());
-  // Rounded outwards to what the faults mapped: a neighbour that still reads there only faults it
-  // in once more.
+  // Rounded outwards to the windows that faults mapped: another reader there only faults its pages
+  // in again.
   const auto mapping = reinterpret_cast<std::uintptr_t>(bytes_.data());
   const auto first = reinterpret_cast<std::uintptr_t>(part.data()) & ~(kFaultWindowBytes - 1);
   const auto last =

@@ -1,10 +1,10 @@
 // Files that are read in place: a read-only mapping of a whole file, and positioned reads.
 //
-// Model and data files are larger than a rank's share of memory, so nobody loads one: a rank maps
-// it, accesses the ranges that it owns and gives their pages back. Pages of a mapping count as
-// resident until then, which is why release() exists. A file that is cut short while it is mapped
-// raises SIGBUS, as any mapping does; sizes are checked once, at open. A program can have that end
-// with a word about it (report_cut_files). Next: io/safetensors.h.
+// Model and data files are larger than a rank's share of memory, so that no file is loaded whole: a
+// rank maps it, accesses the ranges that it owns and returns their pages to the system. Pages of a
+// mapping count as resident until then, which is why release() exists. A file that is cut short
+// while it is mapped raises SIGBUS, as with any mapping; sizes are checked once, when it is opened.
+// A program can make that end with a message (report_cut_files). Next: io/safetensors.h.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,8 @@ class InputFile {
   std::int64_t size_bytes_ = 0;
 };
 
-/// The whole of a small text file. Errors: kIo; kFormat where it is larger than `max_bytes`.
+/// Returns the whole of a small text file. Errors: kIo; kFormat where it is larger than
+/// `max_bytes`.
 std::string read_text_file(const std::filesystem::path& path, std::int64_t max_bytes);
 
 class MappedFile {
@@ -53,14 +54,15 @@ class MappedFile {
   std::span<const std::byte> bytes() const { return bytes_; }
   std::int64_t size_bytes() const { return static_cast<std::int64_t>(bytes_.size()); }
 
-  /// Views `length` bytes from `offset`. Errors: kFormat where that is not inside the file.
+  /// Returns a view of `length` bytes from `offset`. Errors: kFormat where they are not inside the
+  /// file.
   std::span<const std::byte> range(std::int64_t offset, std::int64_t length) const;
 
-  /// How the mapping will be read; only a hint.
+  /// Tells the system how the mapping will be read, as a hint.
   void advise(Access access) const;
 
-  /// Gives the pages that `part` (a part of bytes()) accesses back to the system; reading them again
-  /// works and faults them in again. Threads: any.
+  /// Returns the pages of `part` (a part of bytes()) to the system. A later read faults them in
+  /// again. Threads: any.
   void release(std::span<const std::byte> part) const;
 
  private:
@@ -68,19 +70,19 @@ class MappedFile {
 
   std::filesystem::path path_;
   std::span<const std::byte> bytes_;
-  std::size_t watched_ = 0;  // by the handler of SIGBUS
+  std::size_t watched_ = 0;  // index for the handler of SIGBUS
 };
 
-/// Who is told besides or instead of stderr.
+/// Where the message goes, in addition to stderr or instead of it.
 struct CutFileReport {
-  int descriptor = -1;  ///< < 0: stderr alone; else stderr only where this cannot be written
-  std::string head;     ///< written there in front of the message
+  int descriptor = -1;  ///< < 0: stderr alone; else stderr only where it cannot be written
+  std::string head;     ///< written there before the message
 };
 
 /// From now on SIGBUS in a mapping of a MappedFile ends this process with exit code 1 and a line
-/// that names the file; elsewhere it does what it did before. Signals belong to the process: for
-/// programs, not for the library. Threads: one, before there are others that read; a second call
-/// changes who is told. Errors: kIo.
+/// that names the file; elsewhere it does what it did before. It is for programs, not for the
+/// library, since signals belong to the process. Threads: one, before other threads read; a second
+/// call changes the report. Errors: kIo.
 void report_cut_files(const CutFileReport& report = {});
 
 }  // namespace tessera

@@ -1,9 +1,9 @@
 // Mutex, Lock, Condition: those of the standard library with clang's thread-safety attributes.
 //
-// libstdc++'s carry none, so that clang cannot tell whether a member is accessed without its mutex.
+// libstdc++'s have none, so that clang cannot tell whether a member is accessed without its mutex.
 // With these it can, at no cost at run time: members say TESSERA_GUARDED_BY(mutex_), a function
-// that expects the caller to hold it TESSERA_REQUIRES(mutex_), and scripts/lint lets clang compare.
-// Under other compilers the attributes are empty. Pure.
+// that expects the caller to hold it TESSERA_REQUIRES(mutex_), and scripts/lint runs clang's check.
+// For other compilers the attributes are empty. Pure.
 #pragma once
 
 #include <condition_variable>
@@ -32,7 +32,7 @@ class TESSERA_THREAD_SAFETY(capability("mutex")) Mutex {
   std::mutex mutex_;
 };
 
-/// Holds a mutex while it lives, but for the time between unlock() and lock().
+/// Holds a mutex while it lives, except between unlock() and lock().
 class TESSERA_THREAD_SAFETY(scoped_lockable) Lock {
  public:
   explicit Lock(Mutex& mutex) TESSERA_THREAD_SAFETY(acquire_capability(mutex))
@@ -49,7 +49,7 @@ class TESSERA_THREAD_SAFETY(scoped_lockable) Lock {
   std::unique_lock<std::mutex> held_;
 };
 
-/// What threads that hold a Lock wait for. `ready` runs while it is held, which clang is to be
+/// A condition for threads that hold a Lock. `ready` runs while it is held, which clang must be
 /// told: condition.wait(lock, [&]() TESSERA_REQUIRES(mutex_) { return ready_; }).
 class Condition {
  public:
@@ -57,7 +57,7 @@ class Condition {
   void wait(Lock& lock, Ready ready) {
     condition_.wait(lock.held_, std::move(ready));
   }
-  /// Whether it was ready in time.
+  /// Returns whether it was ready in time.
   template <class Time, class Ready>
   bool wait_for(Lock& lock, const Time& time, Ready ready) {
     return condition_.wait_for(lock.held_, time, std::move(ready));

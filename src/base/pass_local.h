@@ -1,12 +1,12 @@
-// PassLocal: what belongs to a call under way, and not to the thread that runs it.
+// PassLocal: a value that belongs to a call under way, and not to the thread that runs it.
 //
-// A thread is a rank, so most of what is thread-local belongs to the rank. A scope of a call (a
+// A thread is a rank, so that most thread-local values belong to the rank. A scope of a call (a
 // WideScope, the place of a SampleScope) does not: where two passes of a rank take turns on its
-// thread (comm/turns.h), each has its own. These values lie in one block for each pass, and a turn
+// thread (comm/turns.h), each has its own. These values are in one block for each pass, and a turn
 // exchanges which block is read. scripts/check_thread_locals.py lists all other thread-locals, with
-// why each may be the rank's.
+// the reason why they belong to the rank.
 //
-// A pass begins with the values of its caller: scopes around both hold for both. Pure.
+// A pass begins with the values of its caller: scopes around both passes hold for both. Pure.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 
 namespace tessera::base {
 
-/// All of them: a new one is a line here, with the file that reads it.
+/// All pass-local values, each with the file that reads it. A new one needs a line here.
 enum class PassValue : std::uint8_t {
   kWideScopes,       ///< base/wide_scope.cpp
   kSamplePlace,      ///< base/random.cpp
@@ -56,32 +56,32 @@ struct PassValues {
   alignas(kEach) std::array<std::byte, kEach* static_cast<std::size_t>(PassValue::kCount)> bytes{};
 };
 
-/// How many passes take turns on a thread, at most.
+/// The largest number of passes that take turns on a thread.
 inline constexpr std::size_t kPasses = 2;
 
 namespace detail {
 inline constinit thread_local PassValues values_of_thread{};
-/// Null: those of the thread.
+/// The values of the second pass while it runs; null: those of the thread are read.
 inline constinit thread_local PassValues* values_of_second = nullptr;
 }  // namespace detail
 
-/// 0, or 1 on the stack of the second pass while two take turns: for an object of the rank that
-/// keeps a stack of open calls for each.
+/// Returns 0, or 1 on the stack of the second pass while two take turns: for an object of the rank
+/// that keeps a stack of open calls for each.
 inline std::size_t pass_here() { return detail::values_of_second == nullptr ? 0 : 1; }
 
-/// The values that PassLocal reads.
+/// Returns the values that PassLocal reads.
 inline PassValues& pass_values() {
   PassValues* const second = detail::values_of_second;
   return second != nullptr ? *second : detail::values_of_thread;
 }
 
-/// From here on this thread reads `second`, or its own where that is null. Returns what was set. For
-/// comm/turns.cpp alone.
+/// Makes this thread read `second`, or its own values where that is null. Returns the block that
+/// was set before. For comm/turns.cpp alone.
 inline PassValues* exchange_pass_values(PassValues* second) {
   return std::exchange(detail::values_of_second, second);
 }
 
-/// A pointer or a number of the pass that this thread runs; null or 0 at first.
+/// A pointer or a number of the pass that this thread runs, initially null or 0.
 template <PassValue value, class T>
 class PassLocal {
  public:
@@ -95,8 +95,9 @@ class PassLocal {
   }
 };
 
-/// While it lives, this pass gives the other no turn: what runs meanwhile must be one piece, as a
-/// recording. `why` completes "found a turn inside of"; null: turns are as before.
+/// While it lives, this pass does not give the turn to the other one, since what runs meanwhile
+/// must not be interrupted, such as a recording. `why` completes "found a turn inside of"; null:
+/// changes nothing.
 class NoTurns {
  public:
   explicit NoTurns(const char* why) : outer_(Here::here()) {
@@ -106,7 +107,7 @@ class NoTurns {
   NoTurns(const NoTurns&) = delete;
   NoTurns& operator=(const NoTurns&) = delete;
 
-  /// The innermost one's; null: none.
+  /// Returns the reason of the innermost one; null for none.
   static const char* why() { return Here::here(); }
 
  private:

@@ -1,5 +1,5 @@
-// The constants of Philox 4x32 (random.h): nn/dropout.cpp draws the same numbers by a device's
-// operations.
+// The constants of Philox 4x32 (random.h). nn/dropout.cpp draws the same numbers by operations on a
+// device.
 #pragma once
 
 #include <array>

@@ -15,7 +15,7 @@ namespace {
 constexpr int kFeistelRounds = 8;
 constexpr int kMinHalfBits = 4;
 
-/// The last counter word says what is drawn, so that two uses of one stream do not share bits.
+/// The last counter word: the kind of numbers, so that two uses of one stream do not share bits.
 enum class Purpose : std::uint32_t { kNormal = 1, kUniform = 2, kPermutation = 3 };
 
 PhiloxKey key_of_stream(std::uint64_t stream) {
@@ -33,7 +33,7 @@ std::array<double, 4> normals(std::int64_t index, PhiloxKey key) {
   const PhiloxCounter words = block(index, Purpose::kNormal, key);
   std::array<double, 4> result;
   for (std::size_t pair = 0; pair < 4; pair += 2) {
-    // The half keeps the logarithm's argument off zero and the pair symmetric.
+    // The half keeps the logarithm's argument above zero and the pair symmetric.
     const double u = (words[pair] + 0.5) * 0x1p-32;
     const double angle = 2.0 * std::numbers::pi * ((words[pair + 1] + 0.5) * 0x1p-32);
     const double radius = std::sqrt(-2.0 * std::log(u));
@@ -50,7 +50,7 @@ std::array<double, 4> uniforms(std::int64_t index, PhiloxKey key) {
   return result;
 }
 
-/// Element i is lane i % 4 of block i / 4, whatever range is asked for.
+/// Element i is lane i % 4 of block i / 4, for any requested range.
 template <class Draw, class Finish>
 void fill(float* out, std::int64_t begin, std::int64_t end, const Draw& draw,
           const Finish& finish) {
@@ -116,7 +116,7 @@ std::uint64_t Permutation::encrypt(std::uint64_t value) const {
   std::uint64_t left = value >> half_bits_;
   std::uint64_t right = value & mask;
   for (std::uint32_t round = 0; round < kFeistelRounds; ++round) {
-    // The epoch takes two words, round and purpose share the last.
+    // The epoch takes two words; round and purpose share the last.
     const PhiloxCounter words =
         philox({static_cast<std::uint32_t>(right), static_cast<std::uint32_t>(epoch_),
                 static_cast<std::uint32_t>(epoch_ >> 32),

@@ -1,10 +1,10 @@
-// Counter-based random numbers: every value is a pure function of a seed, a name and an index; and
-// where a forward stands in training, which keys those of dropout.
+// Counter-based random numbers: every value is a pure function of a seed, a name and an index. Also
+// the place of a forward in training, which keys the numbers of dropout.
 //
 // No generator object and no state, so a rank draws any range of a parameter and gets the values
-// that every other layout gets there; nothing accesses libtorch's default generator. Source: Salmon,
-// Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); checked against the
-// known answers of its reference library.
+// that every other layout gets there; nothing accesses libtorch's default generator. Source:
+// Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); checked
+// against the known answers of its reference library.
 #pragma once
 
 #include <array>
@@ -20,22 +20,22 @@ using PhiloxKey = std::array<std::uint32_t, 2>;
 /// Philox 4x32 with 10 rounds.
 PhiloxCounter philox(PhiloxCounter counter, PhiloxKey key);
 
-/// What a seed and a name stand for in a key. Different names give independent streams.
+/// Returns the key of a seed and a name. Different names have independent streams.
 std::uint64_t stream_of(std::uint64_t seed, std::string_view name);
 
-/// out[i - begin] = element i of the normal variates of (seed, name), begin <= i < end. Drawn in
-/// float64 (Box-Muller, |z| < 6.8), rounded once to float32.
+/// Sets out[i - begin] to element i of the normal variates of (seed, name), for begin <= i < end.
+/// They are drawn in float64 (Box-Muller, |z| < 6.8) and rounded once to float32.
 /// Errors: kInternal unless 0 <= begin <= end.
 void fill_normal(float* out, std::int64_t begin, std::int64_t end, std::uint64_t seed,
                  std::string_view name, float mean, float std);
 
-/// As fill_normal, uniform in [low, high).
+/// Does the same with variates that are uniform in [low, high).
 void fill_uniform(float* out, std::int64_t begin, std::int64_t end, std::uint64_t seed,
                   std::string_view name, float low, float high);
 
-/// A permutation of 0 .. size-1 that needs no table: a Feistel network on the next even power of
-/// two (at least 256), walked along its cycle until it is back inside. One look-up costs about 1 to
-/// 4 walks of 8 rounds, more only below 64 elements.
+/// A permutation of 0 .. size-1 without a table: a Feistel network on the next even power of two
+/// (at least 256), walked along its cycle until it is inside the range. One look-up costs about 1
+/// to 4 walks of 8 rounds, more only below 64 elements.
 class Permutation {
  public:
   /// Errors: kInternal unless 0 <= size <= 2^62.
@@ -53,10 +53,10 @@ class Permutation {
   int half_bits_;
 };
 
-/// What counter-based dropout is keyed by. A layer sees rows of a micro-batch, not which rows of the
-/// step they are. Whoever runs the micro-batch says so for the thread; checkpoint() restores it when
-/// it recomputes, as it does random state. Without a scope nothing is being trained, and nothing is
-/// dropped.
+/// The place that keys counter-based dropout. A layer sees rows of a micro-batch, but not which
+/// rows of the step they are. The code that runs the micro-batch sets it for the thread, and
+/// checkpoint() restores it when it recomputes, as it does random state. Without a scope nothing is
+/// trained, and nothing is dropped.
 struct SamplePlace {
   std::uint64_t seed = 0;
   std::int64_t step = 0;       ///< from 1
@@ -64,10 +64,10 @@ struct SamplePlace {
   bool operator==(const SamplePlace&) const = default;
 };
 
-/// The innermost scope's in this pass.
+/// Returns the place of the innermost scope in this pass.
 std::optional<SamplePlace> sample_place();
 
-/// Sets it while it lives; scopes nest.
+/// Sets the place while it lives; scopes nest.
 class SampleScope {
  public:
   explicit SampleScope(std::optional<SamplePlace> place);

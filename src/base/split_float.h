@@ -1,10 +1,11 @@
-// A float32 as a bfloat16 and 16 more bits: what an optimizer keeps beside a bfloat16 shard.
+// A float32 as a bfloat16 and 16 more bits: an optimizer keeps these bits as the master of a
+// bfloat16 shard.
 //
 // The bfloat16 is the float32 rounded to nearest, halves away from zero (adding 0x8000 to the bits
-// and cutting off the lower half; not the halves-to-even of a cast). The remainder is the lower
-// half as a signed number, so that the two together give the float32 back bit for bit: finite
-// values, zeros of either sign, denormals and infinities. NaNs become the quiet NaN of their sign.
-// A finite value of at least 0x1.ffp127 has the bfloat16 infinity, and comes back all the same.
+// and cutting off the lower half; a cast rounds halves to even). The remainder is the lower half as
+// a signed number, so that the two together restore the float32 bit for bit: finite values, zeros
+// of either sign, denormals and infinities. NaNs become the quiet NaN of their sign. A finite value
+// of at least 0x1.ffp127 has the bfloat16 infinity, and is restored all the same.
 #pragma once
 
 #include <bit>
@@ -14,7 +15,7 @@ namespace tessera {
 
 struct SplitFloat {
   std::uint16_t rounded;   ///< bits of the bfloat16
-  std::int16_t remainder;  ///< what is missing to the float32, in units of its last place
+  std::int16_t remainder;  ///< difference to the float32, in units of its last place
 };
 
 constexpr SplitFloat split(float value) {

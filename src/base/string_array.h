@@ -1,5 +1,5 @@
-// Strings and the array of pointers to them that execve() and posix_spawn() want. Made before a
-// fork: allocating is not allowed behind it.
+// Strings and the array of pointers to them that execve() and posix_spawn() take. It is made before
+// a fork, since allocating is not allowed after it.
 #pragma once
 
 #include <string>
@@ -16,7 +16,7 @@ class StringArray {
     for (std::string& one : strings_) pointers_.push_back(one.data());
     pointers_.push_back(nullptr);
   }
-  /// NAME=VALUE each.
+  /// Makes one string NAME=VALUE for each variable.
   explicit StringArray(const Environment& variables) : StringArray(entries(variables)) {}
   StringArray(const StringArray&) = delete;
   StringArray& operator=(const StringArray&) = delete;

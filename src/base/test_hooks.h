@@ -1,15 +1,16 @@
-// The one door through which tests reach into the library: all places that have one, in one list.
+// Test hooks: the only way for tests to change the library's behaviour. This list has all of them.
 //
-// A test sets a function for a place, which then calls it until the Set is gone:
+// A test sets a function for a place in the library, which then calls it until the Set is
+// destroyed:
 //
 //   const test_hooks::Set held(test_hooks::before_checkpoint_write,
 //                              [&](int rank, std::int64_t step) { ... });
 //
 // Nothing else sets one: no configuration, no environment, no call of include/tessera. Where none
-// is set a place costs one relaxed load, or one of a thread-local pointer. A hook belongs to the
-// process, or to a thread, and not to a World: ranks that are threads share it, and tell themselves
-// apart by what it is called with. Pure: the places' own types are only named here. A new place is
-// a line in the list below.
+// is set, a place costs one relaxed load, or one of a thread-local pointer. A hook belongs to the
+// process, or to a thread, and not to a World: ranks that are threads share it, and a function
+// tells them apart by its arguments. Pure: the types of the places are only named here. A new place
+// is a line in the list below.
 #pragma once
 
 #include <atomic>
@@ -66,13 +67,14 @@ enum class RankSum : std::uint8_t;
 
 namespace tessera::test_hooks {
 
-/// A place that any thread may come to. Threads: any; who is inside when the Set goes finishes.
+/// A place that any thread may reach. Threads: any; calls under way finish after the Set is
+/// destroyed.
 template <class Call>
 class Hook {
  public:
   using Function = std::function<Call>;
 
-  /// What is set, or null.
+  /// Returns the function that is set, or null.
   std::shared_ptr<const Function> get() const {
     if (!is_set_.load(std::memory_order_relaxed)) return nullptr;
     const base::Lock lock(mutex_);
@@ -93,13 +95,13 @@ class Hook {
   std::shared_ptr<const Function> function_ TESSERA_GUARDED_BY(mutex_);
 };
 
-/// A place of one thread: set by it, for itself alone.
+/// A place of one thread, which sets it for itself alone.
 template <class Call>
 class ThreadHook {
  public:
   using Function = std::function<Call>;
 
-  /// What this thread has set, or null.
+  /// Returns the function that this thread has set, or null.
   const Function* get() const { return function_; }
 
  private:
@@ -110,7 +112,7 @@ class ThreadHook {
   const Function* function_ = nullptr;
 };
 
-/// While it lives, the place calls `function`. One a place at a time.
+/// While it lives, the place calls `function`. A place has at most one at a time.
 template <class Place>
 class Set {
  public:
@@ -128,103 +130,106 @@ class Set {
   const std::shared_ptr<const typename Place::Function> function_;
 };
 
-// comm: timing that correct code does not notice, and an order that is noticed.
+// comm: timings that correct code does not depend on, and an order that is detected.
 
 /// In-process backend (comm/backends/in_process), on the issuing thread, before a rank's batch is
-/// registered: may block to delay it. `rank` of the world.
+/// registered: may block to delay it. `rank`: of the World.
 inline constinit Hook<void(int rank, const comm::Batch& batch)> before_issue;
 /// In-process backend: whether a rank's results appear in its wait() and not before, so that code
 /// that forgets to wait sees old data.
 inline constinit Hook<bool()> deliver_at_wait;
-/// In-process backend, messages (comm/p2p.h): how long one is on its way once both ends are posted.
+/// In-process backend, messages (comm/p2p.h): the delay of a message once both ends are posted.
 inline constinit Hook<std::chrono::microseconds(const comm::P2PTag& tag)> message_delay;
-/// The same: whether sends are buffered, so that they end before their receives are posted; code
-/// that relies on it hangs without.
+/// In-process backend, messages: whether sends are buffered, so that they end before their receives
+/// are posted; code that relies on it hangs without.
 inline constinit Hook<bool()> buffered_messages;
-/// parallel/collectives.h: how long after its issue a collective of activations arrives at the earliest.
-/// Who waits for it sleeps until then; no thread is held before. `where` as it is issued: "experts
-/// dispatch".
+/// parallel/collectives.h: the least time from the issue of a collective of activations to its
+/// arrival. A thread that waits for it sleeps until then; no thread is delayed before. `where` as
+/// it is issued: "experts dispatch".
 inline constinit Hook<std::chrono::microseconds(const std::string& where)> exchange_delay;
-/// comm/queue.h, on the issuing thread, before a batch is issued: whether it is held back until the
-/// next one was (an injected reordering). Not of groups on devices, which the caller issues to.
+/// comm/queue.h, on the issuing thread, before a batch is issued: whether it is delayed until the
+/// next one was issued (an injected reordering). Not for groups on devices, to which the caller
+/// issues.
 inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;
-/// Gloo backend (comm/backends/gloo/point_to_point.h), on the issuing thread: what the rank issues in
-/// place of a batch, each waited for before the next one; nothing: the caller goes on as if it were
-/// done. May block, or end the process.
+/// Gloo backend (comm/backends/gloo/point_to_point.h), on the issuing thread: the batches that the
+/// rank issues in place of one, each waited for before the next one; none: the caller continues as
+/// if it were done. May block, or end the process.
 inline constinit Hook<std::vector<comm::Batch>(const comm::Group& group, const comm::Batch& batch)>
     issues_instead;
-/// comm/p2p.h, where an end of a message is posted: whether it is, or the caller goes on as if it
-/// were through. May block, or end the process.
+/// comm/p2p.h, where an end of a message is posted: whether it is, or the caller continues as if it
+/// were done. May block, or end the process.
 inline constinit Hook<bool(const comm::P2PTag& tag, bool sends)> posts_message;
 
 // kernels.
 
 /// kernels/kernels.cpp: whether tensors of the CPU get the implementations that a device's get.
 inline constinit Hook<bool()> kernels_of_devices;
-/// What takes a tensor in parts, how many elements at a time: rows_of_loss (kernels/kernels.h), sums
-/// and quotients of devices (kernels/aten/optimizer.cpp), masters of 16-bit shards. Too many for a test.
+/// The number of elements at a time where a tensor is processed in parts: rows_of_loss
+/// (kernels/kernels.h), sums and quotients on devices (kernels/aten/optimizer.cpp), masters of
+/// 16-bit shards. The real numbers are too large for tests.
 inline constinit Hook<std::int64_t()> elements_at_a_time;
 
-// Faults that nets have to find: what a place works out is the function's instead.
+// Faults that checks have to find: the function's result replaces that of the place.
 
 /// comm/stream.h: whether one half of an order between two streams is left out.
 inline constinit Hook<bool(comm::EventSite site, comm::EventEnd end)> leaves_out_event;
-/// parallel/transition.h, forward: the result on this rank. Its thread runs the model.
+/// parallel/transition.h, forward: the result on this rank, on the thread that runs the model.
 inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& of,
                                                     const at::Tensor& x)>
     transition_forward;
-/// The same of backward: the gradient of its input.
+/// parallel/transition.h, backward: the gradient of its input.
 inline constinit thread_local ThreadHook<at::Tensor(const parallel::Transition& of,
                                                     const at::Tensor& grad)>
     transition_backward;
-/// sum_over_ranks of the step, the one sum over ranks that is no transition and no gradient's: the
-/// sum on this rank, of every rank's values, by rank.
+/// sum_over_ranks of the step, the only sum over ranks that is neither a transition nor one of
+/// gradients: the sum on this rank of every rank's values, by rank.
 inline constinit thread_local ThreadHook<std::vector<double>(
     train::RankSum what, const std::vector<std::vector<double>>& of_ranks)>
     rank_sum;
-/// The ranks over which numbers are added, null where that is this one alone: of sum_over_ranks the
-/// data ranks, of the gradient norm (fsdp/optim/clip.cpp) the stages of a pipeline.
+/// The ranks over which numbers are added; null where that is this rank alone: for sum_over_ranks
+/// the data ranks, for the gradient norm (fsdp/optim/clip.cpp) the stages of a pipeline.
 inline constinit thread_local ThreadHook<comm::Group*(train::RankSum what, comm::Group* data)>
     data_ranks_of_sum;
 inline constinit thread_local ThreadHook<comm::Group*(comm::Group* stages)> stages_of_norm;
-/// The sum of the gradient norm over the ranks of a replica, null where that is this one alone, of what
-/// this rank has.
+/// The sum of the gradient norm over the ranks of a replica, from this rank's part; the group is
+/// null where that is this rank alone.
 inline constinit thread_local ThreadHook<double(double mine, comm::Group* replica)> sum_of_norm;
-/// grad/sink.h, when a gradient was added: the sum as it stands in its slot, to be written to.
+/// grad/sink.h, after a gradient was added: may write to the sum in its slot.
 inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)> after_accept;
-/// grad/sink.h, in place of forming a deferred weight gradient: `hand_in` forms it, as often and as
-/// late as a test calls it, while the sink lives.
+/// grad/sink.h, in place of forming a deferred weight gradient: `hand_in` forms it, each time that
+/// the test calls it while the sink lives.
 inline constinit thread_local ThreadHook<void(const std::string& parameter,
                                               const std::function<void()>& hand_in)>
     hands_in;
-/// capture/replay/region_call.cpp, when a region's program was made of its first recording, before it
-/// is compared with the next ones: to be changed.
+/// capture/replay/region_call.cpp, when a region's program was made from its first recording,
+/// before it is compared with later ones: may change it.
 inline constinit Hook<void(capture::Program& program)> made_program;
-/// capture/replay/blocks.h, when a region in `unit` takes memory: where that lies.
+/// capture/replay/blocks.h, when a region in `unit` takes memory: its address.
 inline constinit thread_local ThreadHook<void(const std::string& unit, const void* block)>
     took_block;
-/// nn/state/state_part.h: where documents begin for a part of a layer with a state. Its thread runs the
-/// model.
+/// nn/state/state_part.h: the beginnings of documents for a part of a layer with a state, on the
+/// thread that runs the model.
 inline constinit thread_local ThreadHook<at::Tensor(nn::StatePart part, const at::Tensor& starts)>
     starts_of_state;
-/// train/parallelize.h, on each rank: what model_parts() has made, to be changed; and the model that
-/// parallelize() has made of it.
+/// train/parallelize.h, on each rank: the parts that model_parts() has made, which may be changed,
+/// and the model that parallelize() has made of them.
 inline constinit Hook<void(const Mesh& mesh, train::ModelParts& parts)> made_parts;
 inline constinit Hook<void(const Mesh& mesh, ShardedBase& model)> made_parallel;
 /// train/step.cpp, on each rank: a micro-batch that it is about to compute, whose tensors may be
 /// written to.
 inline constinit Hook<void(const Mesh& mesh, const train::MicroBatch& batch)> took_micro_batch;
-/// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
+/// pipeline/borders.h: the tag that a message is sent with; its other end waits for `tag`.
 inline constinit Hook<comm::P2PTag(const comm::P2PTag& tag)> sent_tag;
 
 // Pipelines.
 
-/// pipeline/runner.h: an action of this rank begins, or has ended (null). Its thread runs the stages.
+/// pipeline/runner.h: an action of this rank begins, or has ended (null), on the thread that runs
+/// the stages.
 inline constinit thread_local ThreadHook<void(const pipeline::Action* action)> computing;
 
 // Checkpoints.
 
-/// On the writer's own thread, before it writes `rank`'s file: may hold it up.
+/// On the writer's thread, before it writes `rank`'s file: may delay it.
 inline constinit Hook<void(int rank, std::int64_t step)> before_checkpoint_write;
 
 }  // namespace tessera::test_hooks

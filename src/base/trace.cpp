@@ -86,7 +86,7 @@ void TraceScope::end() { trace_->add({row_, std::string(name_), begin_, trace_->
 
 std::vector<TraceSpan> nested(std::vector<TraceSpan> spans) {
   std::sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
-    // Of those that begin together the outer one comes first.
+    // Where several begin together, the outer one comes first.
     return std::tie(a.row, a.begin, b.end, a.name) < std::tie(b.row, b.begin, a.end, b.name);
   });
   std::vector<TraceSpan*> open;

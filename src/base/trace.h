@@ -1,9 +1,10 @@
-// Trace: what one rank did in one step, as spans of time in rows; and such traces as a file. Pure.
+// Trace: the work of one rank in one step, as spans of time in rows; and the file of such traces.
+// Pure.
 //
-// Nearly always there is none: whoever could add a span asks current_trace() and does nothing else.
-// A trace is made for single steps (train/report/observers.h). It belongs to a thread, as a rank
-// does: forward, backward, waits and updates run on the rank's own thread, and a collective takes
-// the trace along to the issuing thread (comm/queue.h).
+// Nearly always there is none: code that could add a span calls current_trace() and does nothing
+// else. A trace is made for single steps (train/report/observers.h). It belongs to a thread, as a
+// rank does: forward, backward, waits and updates run on the rank's thread, and a collective takes
+// the trace to the issuing thread (comm/queue.h).
 //
 // The file is Chrome's trace-event JSON, which ui.perfetto.dev opens: one process a rank, one
 // thread a row. Only complete events ("X") and names ("M") are used; times are microseconds from
@@ -23,13 +24,13 @@
 
 namespace tessera {
 
-/// In the order in which they are shown.
+/// The rows, in the order in which they are shown.
 enum class TraceRow : std::uint8_t {
-  kSlots,        ///< of a pipeline's schedule
+  kSlots,        ///< slots of a pipeline's schedule
   kCompute,      ///< the step, forward and backward of each unit
-  kWaits,        ///< the rank's own thread waits for others
-  kTurns,        ///< the pieces of a forward and a backward that run under each other
-  kActivations,  ///< activations between ranks of tp and ep, from their issue to the end of the wait
+  kWaits,        ///< the rank's thread waits for other ranks
+  kTurns,        ///< the turns of a forward and a backward that overlap
+  kActivations,  ///< activations between ranks of tp and ep, from issue to the end of the wait
   kMessages,     ///< between stages of a pipeline, from the sender's slot to their arrival
   kGathers,      ///< all-gathers under way
   kReductions,   ///< reduce-scatters under way
@@ -51,27 +52,29 @@ struct TraceSpan {
   std::vector<Argument> arguments = {};
 };
 
-/// Moments of a device, which the host goes ahead of.
+/// Times on a device, which runs behind the host.
 class DeviceMoments {
  public:
   virtual ~DeviceMoments() = default;
-  /// When it is through with what the calling thread has launched so far; `host` stands for it.
+  /// Marks the end of all that the calling thread has launched so far. `host`: the key of that
+  /// time.
   virtual void mark(TraceClock::time_point host) = 0;
-  /// Once it is through: the moment that `host` stands for; itself, where it stands for none.
+  /// Returns the marked time of `host` once the device has reached it; `host` itself where none is
+  /// marked.
   virtual TraceClock::time_point found(TraceClock::time_point host) const = 0;
 };
 
 /// Threads: any.
 class Trace : public std::enable_shared_from_this<Trace> {
  public:
-  /// Null: what computes is done when its call returns.
+  /// Without a device, computations are done when their calls return.
   explicit Trace(std::unique_ptr<DeviceMoments> device = nullptr) : device_(std::move(device)) {}
 
-  /// For ends of spans. On a device what was launched so far is done at another time, which take()
-  /// puts in its place; not in the rows of waits and messages, which are the host's.
+  /// Returns the time for ends of spans. On a device the launched work ends at another time, by
+  /// which take() replaces it, except in the rows of waits and messages, which are the host's.
   TraceClock::time_point now();
   void add(TraceSpan span);
-  /// The device has to be through with all of them.
+  /// Returns the spans. The device must have finished all of them.
   std::vector<TraceSpan> take();
 
  private:
@@ -80,7 +83,7 @@ class Trace : public std::enable_shared_from_this<Trace> {
   std::vector<TraceSpan> spans_ TESSERA_GUARDED_BY(mutex_);
 };
 
-/// Of the rank whose thread this is; null: nobody looks.
+/// Returns the trace of this thread's rank; null: none is taken.
 Trace* current_trace();
 
 /// Makes `trace` the thread's current one while it lives.
@@ -96,7 +99,7 @@ class TraceHere {
   Trace* before_;
 };
 
-/// A span from its construction to its end, in the current trace. `name` must live as long.
+/// A span in the current trace, from its construction to its destruction. `name` must live as long.
 class TraceScope {
  public:
   TraceScope(TraceRow row, std::string_view name) : trace_(current_trace()) {
@@ -118,15 +121,16 @@ class TraceScope {
   TraceClock::time_point begin_;
 };
 
-/// Spans of a row in order of their beginning, each apart from the next or around it. What reaches
-/// into the next one without holding it is cut where that begins, and gets the argument "uncut_ms":
-/// of several collectives under way the row shows the one that was issued last.
+/// Returns spans of a row by their beginning, each outside of the next one or around it. A span
+/// that overlaps with the next one without containing it is cut at the next one's beginning, and
+/// gets the argument "uncut_ms": of several collectives under way the row shows the one that was
+/// issued last.
 std::vector<TraceSpan> nested(std::vector<TraceSpan> spans);
 
-/// The events of one rank, with commas between; what chrome_trace() puts together.
+/// Returns the events of one rank, with commas between them, for chrome_trace().
 std::string chrome_events(std::vector<TraceSpan> spans, int rank, TraceClock::time_point origin);
 
-/// The whole file of all ranks' events.
+/// Returns the whole file of all ranks' events.
 std::string chrome_trace(const std::vector<std::string>& events_by_rank);
 
 }  // namespace tessera

@@ -19,8 +19,8 @@ namespace {
 
 using FakeHere = base::PassLocal<base::PassValue::kFakeMemory, bool>;
 
-/// Tells which addresses are taken, of a range that no process has: it begins at 2^54, and the kernel
-/// maps nothing beyond 2^47 unless it is asked to.
+/// The addresses in use, in a range that no process has: it begins at 2^54, and the kernel maps
+/// nothing beyond 2^47 unless it is asked to.
 class Addresses {
  public:
   void* take(std::size_t bytes) {
@@ -57,7 +57,7 @@ class Addresses {
   static constexpr std::size_t kSize = std::size_t{1} << 54;
   static constexpr std::size_t kAlignment = 64;
   static std::byte* first() {
-    return reinterpret_cast<std::byte*>(std::uintptr_t{1} << 54);  // NOLINT: nobody reads there
+    return reinterpret_cast<std::byte*>(std::uintptr_t{1} << 54);  // NOLINT: never read
   }
 
   base::Mutex mutex_;
@@ -66,7 +66,7 @@ class Addresses {
   std::unordered_map<std::byte*, std::size_t> taken_ TESSERA_GUARDED_BY(mutex_);
 };
 
-/// Outlives every tensor.
+/// Returns the only object, which outlives every tensor.
 Addresses& addresses() {
   static auto* const all = new Addresses();
   return *all;

@@ -1,25 +1,25 @@
-// An allocator in the place of libtorch's for the CPU: it can give fake memory, and it counts.
+// An allocator that replaces libtorch's for the CPU: it can return fake memory, and it counts.
 //
-// Fake memory is addresses that nothing stands behind. A fake tensor is a tensor of the CPU with sizes,
-// strides, a storage and an address of its own, and no bytes: code that compares addresses, slices a
-// bucket or hands a block back to a pool works as on any tensor, and code that reads or writes an
-// element crashes at once. The addresses are none that a process has, so that a model of terabytes
-// takes nothing of any limit. Next: fake_operations.h, memory_count.h.
+// Fake memory is addresses without memory. A fake tensor is a CPU tensor with sizes, strides, a
+// storage and a unique address, and no bytes: code that compares addresses, slices a bucket or
+// returns a block to a pool works as on any tensor, and code that reads or writes an element
+// crashes at once. No process has these addresses, so that a model of terabytes counts against no
+// limit. Next: fake_operations.h, memory_count.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace tessera::dry {
 
-/// Puts it in the place of libtorch's own, which it asks for real memory. Once a process; again:
-/// nothing happens. Threads: any.
+/// Installs it in place of libtorch's own, which it asks for real memory. Does nothing the second
+/// time. Threads: any.
 void install_allocator();
 
-/// Whether the tensor's memory is fake; no for undefined tensors and for released ones.
+/// Whether the tensor's memory is fake; false for undefined tensors and for released ones.
 bool is_fake(const at::Tensor& tensor);
 
-/// While alive, memory that libtorch takes for this thread's CPU tensors is fake, unless `is_fake` is
-/// false. Needs install_allocator().
+/// While alive, memory that libtorch takes for this thread's CPU tensors is fake, unless `is_fake`
+/// is false. Needs install_allocator().
 class FakeMemoryScope {
  public:
   explicit FakeMemoryScope(bool is_fake = true);

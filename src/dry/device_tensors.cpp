@@ -14,8 +14,8 @@
 namespace tessera::dry {
 namespace {
 
-/// The same memory under another device's name, which keeps it alive. One of the host may be told to grow.
-/// A storage whose memory was given back has views, too, and no address.
+/// Returns the same memory under another device's name, which keeps it alive. A storage of the host
+/// may grow later. Also accepts a storage whose memory was freed: it has views and no address.
 c10::Storage storage_under(c10::Device device, const c10::Storage& storage) {
   auto* const kept = new c10::Storage(storage);
   const auto forget = [](void* of) { delete static_cast<c10::Storage*>(of); };
@@ -41,7 +41,7 @@ bool same_storage(const c10::Storage& one, const c10::Storage& other) {
 
 enum class Reads : std::uint8_t { kSizes, kElements };
 
-/// One call.
+/// One call of an operation.
 class OnMemory {
  public:
   explicit OnMemory(Reads reads) : reads_(reads) {}
@@ -74,7 +74,7 @@ class OnMemory {
     }
   }
 
-  /// Gives arguments that were written to the sizes that they got.
+  /// Sets the sizes of arguments that the operation has resized.
   void take_sizes() const {
     for (const Given& each : given_) {
       if (each.original.sizes() == each.alias.sizes()) continue;
@@ -97,7 +97,7 @@ class OnMemory {
     for (const Given& other : given_) {
       if (other.original.is_same(tensor)) return other.alias;
     }
-    if (reads_ == Reads::kElements) tensor.const_data_ptr();  // memory that was given back says so
+    if (reads_ == Reads::kElements) tensor.const_data_ptr();  // throws where the memory was freed
     const auto sibling = std::ranges::find_if(given_, [&](const Given& other) {
       return same_storage(other.original.storage(), tensor.storage());
     });
@@ -127,12 +127,12 @@ class OnMemory {
   std::vector<at::Tensor> of_host_;
 };
 
-/// Whether the operation's results are the host's, whatever its arguments are.
+/// Whether the operation's results are on the host, for any arguments.
 bool leaves_device(const c10::OperatorHandle& operation) {
   return operation.operator_name().name == "aten::_local_scalar_dense";
 }
 
-/// aten::set_(self, Storage source, storage_offset, size, stride), both of the device.
+/// Runs aten::set_(self, Storage source, storage_offset, size, stride), both on the device.
 void set_storage(c10::Stack& stack) {
   const auto arguments = torch::jit::last(stack, 5);
   at::Tensor self = arguments[0].toTensor();

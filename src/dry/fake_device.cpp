@@ -17,7 +17,7 @@ thread_local c10::StreamId t_stream = 0;
 
 c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
 
-/// One device, whose streams are numbers and whose events have all passed.
+/// A single device, whose streams are numbers and whose events have all passed.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFakeDevice; }
   c10::Device exchangeDevice(c10::Device /*device*/) const override { return kDevice; }
@@ -52,16 +52,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
                              const c10::Stream& /*stream*/) const override {}
 };
 
-/// A parameter that was made on the host gets data of the device, as it gets CUDA's (set_data).
+/// Allows set_data() with data of the device for a parameter that was made on the host, as for
+/// CUDA.
 bool is_compatible(const at::Tensor& /*self*/, const at::Tensor& /*other*/) { return true; }
 
-/// Is never called in a dry run, which sees operations before a device does.
+/// Is never called in a dry run, which handles operations before the device.
 void has_no_kernel(const c10::OperatorHandle& operation, c10::Stack* /*stack*/) {
   TORCH_CHECK(false, "dry run: found ", c10::toString(operation.operator_name()),
               " on a fake tensor, outside of a dry run");
 }
 
-/// libtorch makes these of others wherever a device has no kernel for them, which GPUs have.
+/// Operations for which GPUs have a kernel. libtorch makes them from others where a device has
+/// none.
 constexpr std::array kOfGpus{"silu_backward",     "mish_backward",     "native_channel_shuffle",
                              "native_layer_norm", "native_group_norm", "_fused_rms_norm"};
 

@@ -1,10 +1,10 @@
-// A device that is not there, for dry runs of what a GPU would compute.
+// A device that does not exist, for dry runs of the work of a GPU.
 //
-// libtorch has names for kinds of devices whose kernels it does not bring. One of them stands for a GPU
-// here: tensors, autograd and streams know it, no kernel can be launched on it by mistake, and CUDA in
-// the same process does not notice. Its streams and events do nothing, as a dry run is in the host's
-// order; its tensors have addresses (allocator.h), and its operations are run by fake_operations.h.
-// Next: device_tensors.h.
+// libtorch has names for kinds of devices whose kernels it does not contain. One of them stands for
+// a GPU here: tensors, autograd and streams know it, no kernel can be launched on it by mistake,
+// and CUDA in the same process is not affected. Its streams and events do nothing, since a dry run
+// follows the host's order. Its tensors have addresses (allocator.h), and fake_operations.h runs
+// its operations. Next: device_tensors.h.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,7 +15,7 @@ namespace tessera::dry {
 inline constexpr auto kFakeDevice = c10::DeviceType::MAIA;
 inline constexpr auto kFakeDeviceKey = c10::DispatchKey::MAIA;
 
-/// Number 0 of that kind. The first call tells libtorch of it. Threads: any.
+/// Returns device 0 of that kind. The first call registers it with libtorch. Threads: any.
 c10::Device fake_device();
 
 }  // namespace tessera::dry

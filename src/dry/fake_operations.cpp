@@ -22,7 +22,7 @@ namespace {
 using Arguments = std::vector<c10::Argument>;
 
 /// Whether a tensor that a thread makes has no values. Whole numbers and bytes are rows, counts and
-/// messages, and a few numbers in fp64 are sums for the host.
+/// messages, and a few numbers in fp64 are sums for the host: these have values.
 bool is_made_fake(at::ScalarType dtype, std::int64_t numel) {
   constexpr std::int64_t kMostOfHost = 1 << 12;
   if (dtype == at::kDouble) return numel > kMostOfHost;
@@ -77,14 +77,14 @@ c10::IValue meta_of(const c10::IValue& value) {
   return value;
 }
 
-/// The one element of a result that the host may read: what a check hopes for.
+/// Returns the element of a result that the host may read: the value that passes a check.
 double hoped_for(std::string_view operation) {
   constexpr std::array<std::string_view, 4> kFaults{"aten::any", "aten::isnan", "aten::isinf",
                                                     "aten::ne"};
   return std::ranges::find(kFaults, operation) != kFaults.end() ? 0.0 : 1.0;
 }
 
-/// Results of one operation.
+/// The results of one operation.
 class Results {
  public:
   Results(std::string_view operation, bool are_of_device)
@@ -102,7 +102,7 @@ class Results {
     return named(at::empty_strided(meta.sizes(), meta.strides(), options));
   }
 
-  /// Experts that tokens choose: each as often as every other.
+  /// Returns the experts that tokens choose, each equally often.
   at::Tensor even_choice(const at::Tensor& values, std::int64_t choices) const {
     const std::int64_t columns = values.size(-1), rows = values.numel() / columns;
     const auto counts = count();
@@ -127,7 +127,8 @@ class Results {
   bool are_of_device_;
 };
 
-/// Which argument a result is, where an operation writes into one; -1: none.
+/// Returns the index of the argument that a result is, where an operation writes into one; -1 for
+/// none.
 std::ptrdiff_t argument_of(const c10::Argument& result, const Arguments& arguments) {
   if (result.alias_info() == nullptr) return -1;
   const auto found = std::ranges::find_if(arguments, [&](const c10::Argument& argument) {
@@ -137,7 +138,7 @@ std::ptrdiff_t argument_of(const c10::Argument& result, const Arguments& argumen
   return found == arguments.end() ? -1 : found - arguments.begin();
 }
 
-/// Gives an argument the sizes that an operation which writes it has given to its meta tensor.
+/// Gives an argument the sizes that the operation has given to its meta tensor.
 void take_sizes(const at::Tensor& tensor, const at::Tensor& meta) {
   if (!tensor.defined() || tensor.sizes() == meta.sizes()) return;
   auto* impl = tensor.unsafeGetTensorImpl();
@@ -150,7 +151,7 @@ void run_by_shape(const c10::OperatorHandle& operation, c10::Stack* stack) {
   const auto& schema = operation.schema();
   const auto& name = operation.operator_name().name;
   if (schema.returns().empty()) return torch::jit::drop(*stack, schema.arguments().size());
-  if (name == "aten::_local_scalar_dense") {  // of a view of more elements
+  if (name == "aten::_local_scalar_dense") {  // on a view of a larger tensor
     torch::jit::drop(*stack, 1);
     return stack->push_back(c10::Scalar(hoped_for(name)));
   }
@@ -192,7 +193,7 @@ void run_by_shape(const c10::OperatorHandle& operation, c10::Stack* stack) {
   }
 }
 
-/// Whether it makes a tensor, of numbers of its own, that has no values here.
+/// Whether the operation makes a new tensor that has no values here.
 bool makes_fake(const c10::OperatorHandle& operation, const c10::Stack& stack) {
   const auto& schema = operation.schema();
   const auto& name = operation.operator_name().name;
@@ -212,7 +213,7 @@ bool makes_fake(const c10::OperatorHandle& operation, const c10::Stack& stack) {
   return is_made_fake(dtype, numel);
 }
 
-/// Nobody's device reads memory of the host, which needs no pinning then.
+/// Drops pinning: the fake device reads no memory of the host.
 void unpin(const c10::FunctionSchema& schema, c10::Stack& stack) {
   const std::size_t count = schema.arguments().size();
   for (std::size_t i = 0; i < count; ++i) {
@@ -224,7 +225,7 @@ void unpin(const c10::FunctionSchema& schema, c10::Stack& stack) {
 
 bool computes_elements(const c10::OperatorHandle& operation) {
   return operation.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-         operation.operator_name().name == "aten::copy_";  // of every device, by pointers
+         operation.operator_name().name == "aten::copy_";  // on every device, by pointers
 }
 
 void FakeOperations::run(const c10::OperatorHandle& operation, c10::DispatchKeySet below,
@@ -234,11 +235,11 @@ void FakeOperations::run(const c10::OperatorHandle& operation, c10::DispatchKeyS
   if (of_device && operation.operator_name().name == "aten::record_stream") {
     return torch::jit::drop(*stack, schema.arguments().size());
   }
-  // GPUs have one kernel for it, though the CPU has none.
+  // GPUs have a kernel for it, though the CPU has none.
   const bool is_of_gpus = of_device && size_rule(operation) != nullptr;
   const bool is_one = computes_elements(operation) || is_of_gpus;
   if (!is_view(schema) && !is_one) {
-    return operation.redispatchBoxed(below, stack);  // what it calls comes by
+    return operation.redispatchBoxed(below, stack);  // the operations that it calls come here
   }
   const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
   unpin(schema, *stack);

@@ -1,13 +1,14 @@
 // Operations on fake tensors: results of the right sizes, strides and dtypes, and no values.
 //
 // [Note: fake tensors] An operation of libtorch that reads or writes a fake tensor is run on meta
-// tensors of its arguments' sizes; its results are fake tensors of what came out. One whose arguments
-// all have values runs as ever: row numbers, counts of experts and control messages are small and
-// are computed. Views run as ever on fake tensors too, since they touch no element. What the host
-// reads has one element, which has a value even if nobody knows it: one that says that all is well.
-// Kernels of this library (kernels/cpu) run without their loops (base/threads/shapes_only.h), so that
-// what they make beside their results is made here too. Source: PyTorch's FakeTensor mode, which does
-// so in Python. Next: size_rules.h, allocator.h.
+// tensors with its arguments' sizes, and its results are fake tensors with the sizes of the meta
+// results. An operation whose arguments all have values runs as usual: row numbers, counts of
+// experts and control messages are small and are computed. Views run as usual also on fake tensors,
+// since they access no element. A value that the host reads is one element, which has the value
+// that passes a check, since the real one is unknown. Kernels of this library (kernels/cpu) run
+// without their loops (base/threads/shapes_only.h), so that the tensors that they make in addition
+// to their results are made here too. Source: PyTorch's FakeTensor mode, which does this in Python.
+// Next: size_rules.h, allocator.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +23,8 @@
 
 namespace tessera::dry {
 
-/// Whether libtorch computes the operation itself, on the elements of its arguments; else it calls others
-/// for it.
+/// Whether libtorch computes the operation itself, on the elements of its arguments, and not by
+/// calling other operations.
 bool computes_elements(const c10::OperatorHandle& operation);
 
 class FakeOperations final : public kernels::Watcher {
@@ -33,8 +34,8 @@ class FakeOperations final : public kernels::Watcher {
            c10::Stack* stack) override;
 };
 
-/// While alive, floating tensors and blocks of bytes that this thread makes are fake, and what it
-/// computes from them is. Of a GPU the memory of fake_device() alone is counted.
+/// While alive, floating tensors and blocks of bytes that this thread makes are fake, and so are
+/// results that it computes from them. For a GPU only the memory of fake_device() is counted.
 class FakeScope {
  public:
   explicit FakeScope(KernelsOf kernels = KernelsOf::kCpu)

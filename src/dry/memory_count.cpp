@@ -10,7 +10,7 @@
 
 namespace tessera::dry {
 
-/// `bytes` falls by whatever thread frees; all else is of the thread that counts.
+/// Any thread that frees lowers `bytes`; the counting thread alone uses the rest.
 struct MemoryCount::State {
   std::atomic<std::int64_t> bytes{0};
   std::int64_t peak = 0;
@@ -38,13 +38,13 @@ struct Blocks {
   std::unordered_map<void*, Block> all TESSERA_GUARDED_BY(mutex);
 };
 
-/// Outlives every tensor.
+/// Returns the only object, which outlives every tensor.
 Blocks& blocks() {
   static auto* const counted = new Blocks();
   return *counted;
 }
 
-/// Nobody has counted so far: memory that is given back needs no look.
+/// Whether any thread has counted so far; without, freed memory is not looked up.
 std::atomic<bool> s_counts{false};
 
 }  // namespace

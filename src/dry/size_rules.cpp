@@ -32,25 +32,25 @@ void index_select(c10::Stack& stack) {
   give(stack, {meta(sizes, self.scalar_type())});
 }
 
-/// Results of the first argument's sizes and dtype.
+/// The result has the first argument's sizes and dtype.
 void like_first(c10::Stack& stack) { give(stack, {meta_like(stack[0].toTensor())}); }
 void bool_like_first(c10::Stack& stack) {
   give(stack, {meta(stack[0].toTensor().sizes(), at::kBool)});
 }
-/// The last argument is the result, and becomes like the first.
+/// The last argument is the result; it gets the first argument's sizes.
 void out_like_first(c10::Stack& stack) {
   const at::Tensor out = stack.back().toTensor();
   out.unsafeGetTensorImpl()->set_sizes_contiguous(stack[0].toTensor().sizes());
   give(stack, {out});
 }
-/// The last argument is the result, and becomes as large as both others together.
+/// The last argument is the result; it gets the sizes of the other two, broadcast.
 void out_of_both(c10::Stack& stack) {
   const at::Tensor out = stack.back().toTensor();
   out.unsafeGetTensorImpl()->set_sizes_contiguous(
       at::infer_size(stack[0].toTensor().sizes(), stack[1].toTensor().sizes()));
   give(stack, {out});
 }
-/// One element of the first argument's dtype.
+/// The result is one element of the first argument's dtype.
 void one_element(c10::Stack& stack) { give(stack, {meta({}, stack[0].toTensor().scalar_type())}); }
 
 void where(c10::Stack& stack) {
@@ -112,8 +112,8 @@ void fused_rms_norm_backward(c10::Stack& stack) {
                of_weight ? meta_like(stack[4].toTensor()) : at::Tensor()});
 }
 
-/// Products by groups: rows or columns of one that `offs` cuts, or whole matrices of both. Rows of the
-/// result begin at multiples of 16 bytes.
+/// The results of products by groups: of rows or columns of one argument that `offs` cuts, or of
+/// whole matrices of both. Rows of the result begin at multiples of 16 bytes.
 void grouped_mm(c10::Stack& stack) {
   const at::Tensor a = stack[0].toTensor(), b = stack[1].toTensor();
   const at::ScalarType dtype = stack[4].isInt() ? stack[4].toScalarType() : a.scalar_type();
@@ -127,7 +127,7 @@ void grouped_mm(c10::Stack& stack) {
   give(stack, {at::detail::empty_strided_meta(sizes, strides, dtype)});
 }
 
-/// The result in the order of the queries' memory, a sum of each row, and seed and offset.
+/// The results are one in the order of the queries' memory, a sum of each row, seed and offset.
 void flash_attention(c10::Stack& stack) {
   const at::Tensor q = stack[0].toTensor(), k = stack[1].toTensor();
   const at::Tensor none;
@@ -141,7 +141,8 @@ void flash_attention_backward(c10::Stack& stack) {
                at::empty_like(stack[3].toTensor())});
 }
 
-/// A sum of rows of the first argument for each bag, and what its backward would read.
+/// The results are a sum of rows of the first argument for each bag, and the tensors of its
+/// backward.
 void embedding_bag(c10::Stack& stack) {
   const at::Tensor rows = stack[0].toTensor(), indices = stack[1].toTensor(),
                    offsets = stack[2].toTensor();

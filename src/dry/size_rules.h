@@ -1,4 +1,4 @@
-// The sizes of results of operations for which libtorch has no meta form in C++.
+// The sizes of results, for operations without a meta form in libtorch's C++.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,7 +6,7 @@
 
 namespace tessera::dry {
 
-/// From arguments to results, both as meta tensors on one stack.
+/// Replaces arguments by results, both as meta tensors on one stack.
 using SizeRule = void (*)(c10::Stack& stack);
 
 /// Finds the rule of an operation ("aten::index_select"); null where there is none.

@@ -29,7 +29,7 @@ bool is_of_this_machine(const Elf64_Ehdr& header) {
          header.e_phentsize == sizeof(Elf64_Phdr);
 }
 
-/// The bytes of a whole file with this header.
+/// Returns the bytes that a whole file with this header has.
 std::uint64_t whole_bytes(const InputFile& file, const Elf64_Ehdr& header) {
   const std::uint64_t segments_end = end_of(header.e_phoff, header.e_phnum * sizeof(Elf64_Phdr));
   std::uint64_t whole = std::max(

@@ -1,5 +1,5 @@
-// Whether a library is there as a whole: one that was cut short is mapped all the same, and ends the
-// process by SIGBUS where its missing part is read. Pure.
+// Checks whether a library is a whole file: one that was cut short can still be mapped, and ends
+// the process by SIGBUS where its missing part is read. Pure.
 #pragma once
 
 #include <filesystem>

@@ -36,7 +36,7 @@ bool is_there(const fs::path& path) {
   return fs::exists(path, ignored);
 }
 
-/// The number of `#define NAME number`.
+/// Returns the number of `#define NAME number`.
 std::optional<int> defined(std::string_view text, std::string_view name) {
   const std::string define = concat("#define ", name, " ");
   const auto at = text.find(define);
@@ -47,12 +47,12 @@ std::optional<int> defined(std::string_view text, std::string_view name) {
   return end.ec == std::errc() ? std::optional(number) : std::nullopt;
 }
 
-/// "2.13" of "2.13.0".
+/// Returns "2.13" for "2.13.0".
 std::string minor_of(const std::string& version) { return version.substr(0, version.rfind('.')); }
 
 std::string with_cuda(bool cuda) { return cuda ? " with CUDA" : ""; }
 
-/// A package built without CUDA runs with a libtorch that has it.
+/// Whether the libtorch fits the build. A build without CUDA also runs with a libtorch that has it.
 bool fits(const Libtorch& torch, const BuiltFor& built) {
   return minor_of(torch.version) == built.torch && (torch.cuda || !built.cuda);
 }
@@ -67,7 +67,7 @@ std::string mend(const BuiltFor& built) {
                 "libtorch, or build tessera with another");
 }
 
-/// The packages of a Python environment.
+/// Adds the packages of a Python environment.
 void add_packages(std::vector<fs::path>& folders, const fs::path& environment) {
   std::error_code ignored;
   std::vector<fs::path> found;
@@ -78,10 +78,11 @@ void add_packages(std::vector<fs::path>& folders, const fs::path& environment) {
   for (const fs::path& python : found) folders.push_back(python / "site-packages/torch");
 }
 
-/// Says why others than root and this user can have changed the file or folder; empty: they cannot.
+/// Returns why users other than root and this one may have changed the file or folder; empty: they
+/// cannot.
 std::string others_of(const fs::path& path) {
   struct stat found{};
-  if (::stat(path.c_str(), &found) != 0) return {};  // so nobody opens it
+  if (::stat(path.c_str(), &found) != 0) return {};  // it will not be opened
   if (found.st_uid != 0 && found.st_uid != ::geteuid()) {
     return concat(shown(path), " belongs to the user ", found.st_uid);
   }
@@ -92,7 +93,8 @@ std::string others_of(const fs::path& path) {
   return {};
 }
 
-/// As others_of(), for a folder of which one entry counts: with the sticky bit that stays.
+/// Does what others_of() does, for a folder of which one entry counts, which the sticky bit
+/// protects.
 std::string others_above(const fs::path& folder) {
   struct stat found{};
   const bool sticky = ::stat(folder.c_str(), &found) == 0 && (found.st_mode & S_ISVTX) != 0;
@@ -102,8 +104,8 @@ std::string others_above(const fs::path& folder) {
 /// A folder in which a libtorch may be.
 struct Place {
   fs::path folder;
-  std::string role = {};  ///< of its folder, in an error
-  fs::path copy = {};     ///< set where the folder counts by its place in the copy or beside it
+  std::string role = {};  ///< of its folder, for errors
+  fs::path copy = {};     ///< set where the folder counts by its place in the copy or next to it
 
   std::string others() const;
 };
@@ -145,7 +147,7 @@ std::vector<Place> places(const BuiltFor& built, const fs::path& executable,
   return all;
 }
 
-/// The libtorch of a folder, or of that of its CMake files, as CMake takes both.
+/// Returns the libtorch of a folder, or of the folder of its CMake files, since CMake accepts both.
 std::optional<Libtorch> libtorch_around(const fs::path& folder) {
   auto torch = libtorch_in(folder);
   for (const char* up : {"../..", "../../.."}) {
@@ -164,7 +166,7 @@ Libtorch named_libtorch(const BuiltFor& built, const std::string& folder) {
                                      " that cannot be read (", error.what(), "), expected ",
                                      built.torch, with_cuda(built.cuda), ", ", mend(built)));
   }
-  std::error_code why;  // but for ENOENT
+  std::error_code why;  // not set by ENOENT
   static_cast<void>(fs::exists(fs::path(folder) / kLibrary, why));
   TESSERA_CHECK(torch.has_value(), ErrorKind::kConfig, "TESSERA_TORCH: found no libtorch in ",
                 shown(folder), why ? concat(" (", why.message(), ")") : "",
@@ -175,7 +177,7 @@ Libtorch named_libtorch(const BuiltFor& built, const std::string& folder) {
   return *torch;
 }
 
-/// Whether this is MAJOR.MINOR.
+/// Whether the text is MAJOR.MINOR.
 bool is_minor(const std::string& text) {
   static constexpr const char* kDigits = "0123456789";
   const auto dot = text.find_first_not_of(kDigits);
@@ -200,7 +202,7 @@ BuiltFor read_built_for(const fs::path& file) {
 std::optional<Libtorch> libtorch_in(const fs::path& folder) {
   if (!is_there(folder / kLibrary)) return std::nullopt;
   fs::path header = folder / "include/torch/headeronly/version.h";
-  // Up to 2.9; later this one only includes the other.
+  // The header of versions up to 2.9; later it only includes the other one.
   const fs::path older = folder / "include/torch/csrc/api/include/torch/version.h";
   if (!is_there(header) && is_there(older)) header = older;
   const std::string text = read_text_file(header, kMostBytes);
@@ -221,11 +223,11 @@ namespace {
 
 constexpr std::string_view kAnswer = "\ntessera: torch in ";
 
-/// Longer than an answer, whatever is printed before it.
+/// Bytes that are kept, more than an answer has. Any text may be printed before it.
 constexpr std::size_t kMostKept = 8192;
 
-/// Reads the pipe until its end or that of the answer, and keeps what came last; none where
-/// `deadline` comes first, also to a python3 that prints without end.
+/// Reads the pipe until its end or the end of the answer, and keeps the last bytes. Returns none
+/// where `deadline` comes first, also for a python3 that prints without end.
 std::optional<std::string> read_answer(int pipe, std::chrono::steady_clock::time_point deadline) {
   std::string said;
   std::array<char, 4096> piece{};
@@ -249,14 +251,14 @@ std::optional<std::string> read_answer(int pipe, std::chrono::steady_clock::time
   }
 }
 
-/// In the child between fork and exec: only calls that are safe there.
+/// Runs in the child between fork and exec, where only some calls are safe.
 [[noreturn]] void become_python(pid_t parent, int pipe, char* const* arguments,
                                 char* const* variables) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != parent) ::_exit(1);  // it died before the line above
-  ::setpgid(0, 0);                        // so that it ends with all that it starts
+  if (::getppid() != parent) ::_exit(1);  // the parent died before the line above
+  ::setpgid(0, 0);                        // so that it can be ended with all that it starts
   ::dup2(pipe, STDOUT_FILENO);
-  ::fcntl(STDOUT_FILENO, F_SETFD, 0);  // where it has been that already
+  ::fcntl(STDOUT_FILENO, F_SETFD, 0);  // also where the pipe has that number already
   const int null = ::open("/dev/null", O_RDWR);
   for (const int standard : {STDIN_FILENO, STDERR_FILENO}) ::dup2(null, standard);
   ::execvpe("python3", arguments, variables);
@@ -266,14 +268,14 @@ std::optional<std::string> read_answer(int pipe, std::chrono::steady_clock::time
 }  // namespace
 
 fs::path torch_of_python(const base::Environment& environment, double seconds) {
-  // The folder of the command is no place for packages here.
+  // The working folder does not count as a place for packages.
   static constexpr char kProgram[] =
       "import sys\n"
       "if sys.path and sys.path[0] == '': del sys.path[0]\n"
       "from importlib.machinery import PathFinder\n"
       "from importlib.util import find_spec\n"
       "found = [find_spec('torch'), *(PathFinder.find_spec('torch', [at]) for at in sys.path)]\n"
-      // A file torch.py is no package.
+      // A file torch.py does not count.
       "packages = [one.origin for one in found if one and one.origin and "
       "one.submodule_search_locations]\n"
       "print('\\ntessera: torch in', packages[0].rpartition('/')[0] if packages else '')\n";
@@ -293,8 +295,8 @@ fs::path torch_of_python(const base::Environment& environment, double seconds) {
       std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   const auto said = read_answer(ends[0], std::chrono::steady_clock::now() + wait);
   ::close(ends[0]);
-  ::setpgid(child, child);  // it may not have come to that
-  ::kill(-child, SIGKILL);  // where it has answered, its end is not waited for
+  ::setpgid(child, child);  // the child may not have done it yet
+  ::kill(-child, SIGKILL);  // once it has answered, it need not end by itself
   ::waitpid(child, nullptr, 0);
   TESSERA_CHECK(said.has_value(), ErrorKind::kConfig,
                 "libtorch: found that python3 does not say within ", seconds,
@@ -314,7 +316,7 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
     return named_libtorch(built, named->second);
   }
   std::vector<std::string> others;
-  std::vector<fs::path> told;  // in `others`: a folder may be that of several places
+  std::vector<fs::path> told;  // folders in `others`, since several places may have one folder
   const auto fitting = [&](const Place& place) -> std::optional<Libtorch> {
     std::string other;
     try {

@@ -1,4 +1,4 @@
-// tessera: opens a libtorch that fits, then the program beside this executable, and runs it.
+// tessera: opens a libtorch that fits, then the program next to this executable, and runs it.
 #include <dlfcn.h>
 #include <link.h>
 #include <sys/auxv.h>
@@ -43,7 +43,7 @@ std::vector<std::filesystem::path> loaded_files() {
   return files;
 }
 
-/// Opens the libraries of a libtorch, which is then the only one of this process.
+/// Opens the libraries of a libtorch, which then is the only one of this process.
 void open_libtorch(const Libtorch& torch, const BuiltFor& built) {
   require_none_loaded(torch, loaded_files());
   for (const auto& path : libraries_of(torch, built)) {
@@ -76,17 +76,17 @@ Main open_program() {
   shorten_spins(environment);
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
   const auto description = self.parent_path() / "built_for.json";
-  std::error_code ignored;  // a link that leads nowhere is read, which says so
+  std::error_code ignored;  // a broken link is read below, which reports it
   TESSERA_CHECK(
       std::filesystem::exists(std::filesystem::symlink_status(description, ignored)),
       ErrorKind::kIo, shown(description),
-      ": found none, expected it and tessera_program.so beside the executable; link to that "
+      ": found none, expected it and tessera_program.so next to the executable; link to that "
       "instead of copying it, start it without ld.so in front, or unpack or install it again");
   const BuiltFor built = read_built_for(description);
   const Libtorch torch =
       find_libtorch(built, self, environment, [&] { return torch_of_python(environment); });
   base::unset_environment_variable(kTorchOfWheel);
-  // Ranks that this process starts take the same.
+  // Ranks that this process starts use the same libtorch.
   base::set_environment_variable("TESSERA_TORCH", torch.folder.string());
   open_libtorch(torch, built);
   const auto path = self.parent_path() / "tessera_program.so";

@@ -1,4 +1,4 @@
-// Folds the equal entries of layers into one: "model.layers.{0-2,5}.mlp x 4". Pure.
+// Folds equal entries of layers into one: "model.layers.{0-2,5}.mlp x 4". Pure.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace tessera {
 
-/// A name around its first component that is a number, the layer's.
+/// A name, split at its first component that is a number, the layer's.
 struct LayerName {
   std::string before, after;
   std::int64_t number = 0;
@@ -33,11 +33,11 @@ inline std::optional<LayerName> layer_name(const std::string& name) {
   return std::nullopt;
 }
 
-/// Entries that are equal but for the number in their names, or a single entry.
+/// Entries that are equal except for the number in their names, or a single entry.
 template <class T>
 struct Alike {
   T first;
-  std::optional<LayerName> name;  ///< of the first
+  std::optional<LayerName> name;  ///< that of the first entry
   std::vector<std::int64_t> numbers;
 
   std::string shown(const std::string& own) const {

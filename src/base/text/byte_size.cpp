@@ -18,7 +18,7 @@ namespace {
 
 struct ByteUnit {
   std::string_view word;  ///< in lower case, without the b
-  int power = 0;          ///< of 10
+  int power = 0;          ///< power of 10
   int shift = 0;          ///< power of 2
   std::int64_t bytes() const {
     std::int64_t value = 1;
@@ -30,7 +30,7 @@ constexpr ByteUnit kByteUnits[] = {{"", 0},       {"k", 3},      {"m", 6},
                                    {"g", 9},      {"t", 12},     {"ki", 0, 10},
                                    {"mi", 0, 20}, {"gi", 0, 30}, {"ti", 0, 40}};
 
-/// None for another word.
+/// Returns the unit with this word, or null.
 const ByteUnit* unit_called(std::string_view text) {
   std::string word(text);
   std::ranges::transform(word, word.begin(),
@@ -57,7 +57,7 @@ std::optional<double> byte_amount(std::string_view text) {
   const std::string_view digits = text.substr(0, end);
   const ByteUnit* unit = unit_called(text.substr(end));
   if (digits.size() > kLongest || unit == nullptr) return std::nullopt;
-  // As one decimal number, which is rounded once.
+  // Parses one decimal number, so that it is rounded once.
   const std::string number = concat(digits, "e", unit->power);
   double value = 0.0;
   const auto [rest, failed] = std::from_chars(number.data(), number.data() + number.size(), value);

@@ -8,11 +8,11 @@
 //     visit("gathers", &PlanUnit::gathers);
 //   }
 //
-// A visitor takes a Field, a pointer to the member and the range of its values in files. It is a
-// pointer and no value, so that one list serves a value, two that are compared, and none. The order
-// is that of files. A list that lacks a member does not compile (lists_all). A struct that files
-// have as a list of its values has row() in place of fields(). Where the range depends on other
-// values (the number of a unit, of however many there are), it is a type that the struct defines,
+// A visitor takes a Field, a pointer to the member and the range of its values in files. It takes a
+// pointer and no value, so that one list serves one value, two values that are compared, or none.
+// The order is that of files. A list that lacks a member does not compile (lists_all). A struct
+// that files have as a list of its values has row() in place of fields(). Where the range depends
+// on other values (the number of a unit, below their count), it is a type that the struct defines,
 // and readers and comparisons have rules for that type. Pure.
 #pragma once
 
@@ -35,16 +35,16 @@
 
 namespace tessera {
 
-/// Names the struct whose fields are meant.
+/// Names the struct whose fields are listed.
 template <class T>
 struct Of {};
 
-/// How a file says that there is no value.
+/// The form of a missing value in files.
 enum class Missing : std::uint8_t {
-  kNever,      ///< there is one
-  kNull,       ///< its key is there, with null
-  kLeftOut,    ///< without its key: the value is that of a new M
-  kOlder,      ///< the same, but only older files lack it: it is written always
+  kNever,      ///< there is always a value
+  kNull,       ///< the key has the value null
+  kLeftOut,    ///< the key is left out: the value is that of a new M
+  kOlder,      ///< as kLeftOut, but only in older files: the key is always written
   kNotInFile,  ///< files never have it
 };
 
@@ -56,14 +56,15 @@ struct Field {
   constexpr Field(const char* in_files, Missing how)
       : key(in_files), says(in_files), missing(how) {}
 
-  std::string_view key;   ///< in files; empty: the member's own fields stand among these
-  std::string_view says;  ///< in differences; the key has blanks for underscores there
+  std::string_view key;   ///< in files; empty: the member's fields are among these
+  std::string_view says;  ///< in differences; by default the key with blanks for underscores
   Missing missing = Missing::kNever;
 };
 
-// ------------------------------------------------------------------------ what files may say there
+// --------------------------------------------------------------------------- ranges of values in
+// files
 
-/// All that the type holds.
+/// Any value of the type.
 struct AnyValue {};
 
 struct IntRange {
@@ -72,13 +73,13 @@ struct IntRange {
 };
 
 struct NumberRange {
-  double min = 0.0;  ///< may be reached
+  double min = 0.0;  ///< included
   double max = std::numeric_limits<double>::max();
 };
 
 enum class Letters : std::uint8_t {
   kAny,
-  kPrintable,  ///< no control bytes: the text goes into messages and tables
+  kPrintable,  ///< no control bytes: messages and tables show the text
 };
 
 struct TextLimit {
@@ -86,7 +87,7 @@ struct TextLimit {
   Letters letters = Letters::kAny;
 };
 
-/// "expected a list of at most 64 stages".
+/// A list of limited length: "expected a list of at most 64 stages".
 template <class Item = AnyValue>
 struct List {
   std::int64_t most = 0;
@@ -97,14 +98,14 @@ List(std::int64_t, std::string_view) -> List<AnyValue>;
 template <class Item>
 List(std::int64_t, std::string_view, Item) -> List<Item>;
 
-/// Whether files have the value as a text: to_string(value), and from_text() back.
+/// Whether files have the value as text: to_string(value), read by from_text().
 template <class T>
 concept HasText = requires(std::string_view text) {
   { from_text(Of<T>{}, text) } -> std::same_as<std::optional<T>>;
   { expected_text(Of<T>{}) } -> std::convertible_to<std::string_view>;
 };
 
-/// A std::array by the words of E: an object with each of them as a key.
+/// A std::array with one element for each word of E: an object with these words as keys.
 template <class E>
 struct ByWord {
   static constexpr auto words() { return words_of(E{}); }
@@ -132,7 +133,7 @@ struct EachField {
 /// other sources cannot see.
 struct AnyMember {
   template <class M>
-  operator M() const {  // NOLINT(google-explicit-constructor): it is to convert
+  operator M() const {  // NOLINT(google-explicit-constructor): it must convert
     std::abort();
   }
 };
@@ -193,7 +194,7 @@ struct BaseOf {
   using Type = void;
 };
 
-/// Whether each member is a field, those of the base too, which the struct itself has as one.
+/// Whether each member is a field, also each of the base, which counts as one member of the struct.
 template <class T>
 consteval bool lists_all() {
   using Base = typename BaseOf<T>::Type;
@@ -202,14 +203,14 @@ consteval bool lists_all() {
   return members == count_fields<T>();
 }
 
-/// visit(field, pointer to member, range) of each.
+/// Calls visit(field, pointer to member, range) for each field.
 template <class T, class Visit>
 constexpr void each_field(const Visit& visit) {
   static_assert(lists_all<T>(), "a member of this struct is no field of it");
   detail::go_through<T>(visit);
 }
 
-/// The keys in files, those of members whose fields stand among these, too.
+/// Returns the keys in files, also those of members whose fields are among these.
 template <class T>
 std::vector<std::string_view> keys_of() {
   std::vector<std::string_view> keys;
@@ -229,10 +230,10 @@ std::vector<std::string_view> keys_of() {
 
 enum class Side : std::uint8_t { kBefore, kAfter };
 
-/// Lists the differences of two values, a line each: "where, what: before, after"; of two lists the
-/// first place where they differ. `Rules` may have text(value, range, side), which prints a value
-/// in another form, and differ(differences, where, what, before, after, range), which compares two
-/// in another way.
+/// Lists the differences of two values, one line each: "where, what: before, after"; for two lists
+/// the first place where they differ. `Rules` may have text(value, range, side), which prints a
+/// value in another form, and differ(differences, where, what, before, after, range), which
+/// compares two values in another way.
 template <class Rules>
 class Differences {
  public:
@@ -240,7 +241,7 @@ class Differences {
 
   std::vector<std::string> take() { return std::move(lines_); }
   void line(std::string text) { lines_.push_back(std::move(text)); }
-  /// Omits what is empty: the differences of a field without a name are those of its struct.
+  /// Omits empty parts: the differences of a field without a name are those of its struct.
   static std::string join(const std::string& where, std::string_view what) {
     return concat(where, where.empty() || what.empty() ? "" : ", ", what);
   }
@@ -270,7 +271,7 @@ class Differences {
     }
   }
 
-  /// The first place where two lists differ.
+  /// Adds the first place where two lists differ.
   template <class Items, class Range>
   void first(const std::string& where, const std::string& what, const Items& before,
              const Items& after, const Range& range) {

@@ -1,9 +1,9 @@
 // Structs that list their fields (fields.h) as JSON: written in the order of the fields, and read
 // from untrusted text, each value within its range.
 //
-// `Rules` may have json(write, value, range) and read(read, value, at, range), which replace what
-// is done here for values of their types, and check(at, value), which is called once a whole struct
-// was read. Include this in .cpp files only, as json_reader.h.
+// `Rules` may have json(write, value, range) and read(read, value, at, range), which replace the
+// default for values of their types, and check(at, value), which is called after a whole struct was
+// read. Include this in .cpp files only, as json_reader.h.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ constexpr std::string_view expected_text(Of<DType>) { return "the name of a dtyp
 
 namespace detail {
 
-/// Errors: of the cursor, for a key that is none of these.
+/// Errors: those of the cursor, for a key that is none of these.
 void require_only(const JsonCursor& at, std::span<const std::string_view> keys);
 void require_list(const JsonCursor& at, std::int64_t most, std::string_view of);
 [[noreturn]] void refuse_word(const JsonCursor& at, std::span<const std::string_view> words);
@@ -129,16 +129,16 @@ class JsonWriter {
   const Rules& rules_;
 };
 
-/// The text of a value: one line where it holds no lists or objects, else a line an item, down to
-/// `levels`.
+/// Returns the text of a value: one line where it holds no lists or objects, else one line for each
+/// item, down to `levels`.
 std::string json_lines(const nlohmann::ordered_json& value, int levels = kMaxJsonDepth);
 
 // ----------------------------------------------------------------------------------------- reading
 
-/// How keys are treated that no field has.
+/// The treatment of keys that no field has.
 enum class OtherKeys : std::uint8_t {
-  kRefused,     ///< they are taken for mistakes
-  kPassedOver,  ///< they may be another version's
+  kRefused,     ///< they count as mistakes
+  kPassedOver,  ///< they may be of another version
 };
 
 template <class Rules>
@@ -161,7 +161,7 @@ class JsonFieldsReader {
     }
   }
 
-  /// `beside`: further keys, which the caller reads.
+  /// `other`: further keys, which the caller reads.
   template <class T>
   void object(T& value, const JsonCursor& at, std::vector<std::string_view> other = {}) {
     at.require(at.value().is_object(), "an object");

@@ -11,9 +11,9 @@
 namespace tessera {
 namespace {
 
-/// Makes a value of the events of nlohmann's parser. Its parser with a callback would do, but it
-/// looks through all that an object or a list has whenever one of them ends: hours for a file that
-/// is made for it, a minute for the many tensors of one rank.
+/// Makes a value from the events of nlohmann's parser. Its parser with a callback would do, but
+/// whenever an object or a list ends it walks through all of its contents: that takes hours for a
+/// file that is made for it, and a minute for the many tensors of one rank.
 class ValueBuilder {
  public:
   using Json = nlohmann::json;
@@ -23,14 +23,14 @@ class ValueBuilder {
 
   Json take() { return std::move(root_); }
 
-  // The parser's events, by the names that it calls.
+  // The parser's events; it sets their names.
   bool null() { return put(nullptr) != nullptr; }
   bool boolean(bool value) { return put(value) != nullptr; }
   bool number_integer(std::int64_t value) { return put(value) != nullptr; }
   bool number_unsigned(std::uint64_t value) { return put(value) != nullptr; }
   bool number_float(double value, const std::string&) { return put(value) != nullptr; }
   bool string(std::string& value) { return put(std::move(value)) != nullptr; }
-  bool binary(Json::binary_t&) { return false; }  // of other formats than text
+  bool binary(Json::binary_t&) { return false; }  // not in JSON text
   bool start_object(std::size_t) { return open(Json::object()); }
   bool start_array(std::size_t) { return open(Json::array()); }
   bool end_object() { return close(); }
@@ -72,11 +72,11 @@ class ValueBuilder {
   std::string_view where_;
   std::size_t max_depth_;
   Json root_;
-  Json* awaited_ = &root_;   // what the next value is, unless it is an item of a list
-  std::vector<Json*> open_;  // lists and objects; what one of them is in stays where it is
+  Json* awaited_ = &root_;   // where the next value goes, unless it is an item of a list
+  std::vector<Json*> open_;  // open lists and objects; their parents do not move meanwhile
 };
 
-/// None for anything but an integer of the range, also for one that 64 bits do not hold.
+/// Returns the integer; none for other values, and for integers outside the range or 64 bits.
 std::optional<std::int64_t> integer_of(const nlohmann::json& value, IntRange range) {
   if (!value.is_number_integer()) return std::nullopt;
   // Unsigned values over 2^63 would wrap when read as signed.
@@ -111,7 +111,7 @@ std::string complaint_of(const nlohmann::json::exception& error) {
     text.remove_prefix(std::min(text.find(": ") + 2, text.size()));
   }
   std::string shown = printable(text, 200);
-  return shown.substr(1, shown.size() - 2);  // it is a sentence of its own, and has quotes inside
+  return shown.substr(1, shown.size() - 2);  // without quotes: it is a sentence that contains some
 }
 
 std::string json_line(const nlohmann::json& value) {

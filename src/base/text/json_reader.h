@@ -1,10 +1,10 @@
 // JSON from untrusted files: the whole text as a value, and typed reading of its parts.
 //
-// On top of nlohmann/json's own checks a duplicate key is an error (two readers could each take
-// another one) and nesting is capped, so that no later walk over the value can overflow the stack.
-// Size is the caller's to cap (read_text_file). Include this in .cpp files only: nlohmann is slow
-// to compile. The safetensors header is not read here but streamed (io/safetensors_header.cpp): a
-// value of the 100 MB that it may have would take gigabytes.
+// In addition to nlohmann/json's own checks a duplicate key is an error (two readers could each
+// take another one) and nesting is limited, so that no later walk over the value can overflow the
+// stack. The caller limits the size (read_text_file). Include this in .cpp files only: nlohmann is
+// slow to compile. The safetensors header is not read here but streamed
+// (io/safetensors_header.cpp): a value of the 100 MB that it may have would take gigabytes.
 #pragma once
 
 #include <cstddef>
@@ -24,33 +24,33 @@ namespace tessera {
 
 inline constexpr int kMaxJsonDepth = 64;
 
-/// The whole text as one JSON value. `where` names the file in messages. Errors: kFormat.
+/// Parses the whole text as one JSON value. `where` names the file in messages. Errors: kFormat.
 nlohmann::json parse_json(std::string_view text, std::string_view where,
                           int max_depth = kMaxJsonDepth);
 
-/// The same, where the value must be an object.
+/// Parses the whole text as one JSON object. Errors: kFormat.
 nlohmann::json parse_json_object(std::string_view text, std::string_view where,
                                  int max_depth = kMaxJsonDepth);
 
-/// What a JSON error says, in one line fit for a message: without the name of its class, and
-/// without the place, which callers give as a byte.
+/// Returns the message of a JSON error in one line: without the name of its class, and without the
+/// place, which callers give as a byte.
 std::string complaint_of(const nlohmann::json::exception& error);
 
-/// A value as one short line, in ASCII.
+/// Returns a value as one short line, in ASCII.
 std::string json_line(const nlohmann::json& value);
 
-/// How messages about the values of a file read.
+/// The form of messages about the values of a file.
 enum class JsonStyle {
   kData,  ///< kFormat "FILE: 'tensors': 'NAME': found a list, expected ...": names are the file's
   kKeys,  ///< kConfig "config.json rope_scaling.factor: found [1], expected ...": names are ours
 };
 
-/// A value and its place in the text, which is spelled out for messages only. Errors: of each
-/// reader, as the style says, for a value that is not what it reads.
+/// A value and its place in the text, which becomes text for messages only. Errors: of each reader,
+/// in the given style, for a value of another kind.
 class JsonCursor {
  public:
-  /// The value and `name` must outlive the cursor, and it those that begin at it. Where style is
-  /// kKeys, names follow each other as they are.
+  /// The cursor must not outlive the value and `name`, nor cursors that are made from it the cursor
+  /// itself. In style kKeys names follow each other without separators.
   JsonCursor(const nlohmann::json& value, std::string_view name, JsonStyle style)
       : value_(value), name_(name), style_(style) {}
   JsonCursor(const nlohmann::json& value, std::string_view name, const JsonCursor& parent)
@@ -59,20 +59,20 @@ class JsonCursor {
   const nlohmann::json& value() const { return value_; }
   std::string_view name() const { return name_; }
 
-  /// Of an object that must have it.
+  /// Returns the member of an object that must have it.
   JsonCursor member(std::string_view key) const;
   std::optional<JsonCursor> find(std::string_view key) const;
-  /// Of a list that has it.
+  /// Returns the item of a list that has it.
   JsonCursor at(std::size_t index) const { return {value_[index], "an item", *this}; }
 
-  std::int64_t integer() const;  ///< whatever 64 bits hold
+  std::int64_t integer() const;  ///< any integer of 64 bits
   std::int64_t integer(IntRange range) const;
   double number() const;
   double number(NumberRange range) const;
   bool boolean() const;
   const std::string& text() const;
 
-  /// What `read` makes of each item.
+  /// Returns the results of `read` for the items of a list.
   template <class Read>
   auto list(const Read& read) const {
     require(value_.is_array(), "a list");

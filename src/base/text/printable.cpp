@@ -23,7 +23,7 @@ std::string escaped(std::string_view bytes) {
   return out;
 }
 
-/// Bytes of the UTF-8 character that `lead` begins, 0 if it begins none.
+/// Returns the number of bytes of the UTF-8 character that `lead` begins; 0 if it begins none.
 std::size_t length_of(unsigned char lead) {
   if (lead < 0x80U) return 1;
   if (lead >= 0xC2U && lead <= 0xDFU) return 2;
@@ -32,13 +32,13 @@ std::size_t length_of(unsigned char lead) {
   return 0;
 }
 
-/// Which second bytes count as part of a character.
+/// The second bytes that count as part of a character.
 enum class Second {
-  kAnyContinuation,  ///< the form alone, which a terminal copes with
+  kAnyContinuation,  ///< any with the right form, which terminals accept
   kOfUnicode,        ///< no overlong form, no surrogate, nothing above U+10FFFF
 };
 
-/// Whether `byte` can follow what there is of a character. Source: Unicode 15, table 3-7.
+/// Whether `byte` can follow the first bytes of a character. Source: Unicode 15, table 3-7.
 bool continues(std::string_view character, unsigned char byte, Second second) {
   unsigned char low = 0x80;
   unsigned char high = 0xBF;
@@ -52,7 +52,7 @@ bool continues(std::string_view character, unsigned char byte, Second second) {
   return low <= byte && byte <= high;
 }
 
-/// C0 but for the three that lay text out, delete, and C1.
+/// Whether it is a control character: C0 (except the three that lay text out), delete, C1.
 bool is_control(std::string_view character) {
   const unsigned char first = byte_at(character, 0);
   if (character.size() == 1) {
@@ -61,8 +61,9 @@ bool is_control(std::string_view character) {
   return first == 0xC2U && byte_at(character, 1) < 0xA0U;
 }
 
-/// Bytes of the character at the start of `text` that a message shows as it is, 0 where it shows
-/// the first byte as \xNN: also of what lays text out, and of all that begins as C1 does.
+/// Returns the number of bytes at the start of `text` that a message shows as they are; 0 where it
+/// shows the first byte as \xNN, also for characters that lay text out and for all that begin as C1
+/// does.
 std::size_t shown_length(std::string_view text) {
   const unsigned char lead = byte_at(text, 0);
   const std::size_t length = length_of(lead);
@@ -73,7 +74,7 @@ std::size_t shown_length(std::string_view text) {
   return length;
 }
 
-// What begins the stack that c10::Error appends to its message.
+// The beginning of the stack that c10::Error appends to its message.
 constexpr std::string_view kStack = "\nException raised from ";
 
 bool is_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
@@ -150,7 +151,7 @@ std::string one_line(std::string_view what) {
 
 std::string ByteText::add(unsigned char byte) {
   std::string out;
-  // A byte that does not continue the character ends it broken, and begins anew.
+  // A byte that does not continue the character ends it as broken, and begins another one.
   if (!pending_.empty() && !continues(pending_, byte, Second::kOfUnicode)) out = finish();
   pending_ += static_cast<char>(byte);
   const std::size_t length = length_of(byte_at(pending_, 0));

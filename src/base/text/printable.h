@@ -1,9 +1,9 @@
-// Text for messages, reports, tables and traces: what came from elsewhere, made safe to show; lists
-// of names; shapes and sizes; what a unit is called.
+// Text for messages, reports, tables and traces: makes text from elsewhere safe to show; prints
+// lists of names, shapes, sizes and unit names.
 //
-// What a hostile file calls a tensor may be megabytes long or hold terminal escapes, libtorch's
-// errors carry the stack of the place that threw, and a model writes whatever bytes it likes. All
-// that goes to a person passes through here.
+// The name of a tensor in a hostile file may be megabytes long or contain terminal escapes, errors
+// of libtorch contain the stack of the place that threw, and a model writes any bytes. All text
+// that a person sees passes through here.
 #pragma once
 
 #include <cstddef>
@@ -18,44 +18,45 @@
 
 namespace tessera {
 
-/// `text` in single quotes: control bytes and broken UTF-8 as \xNN, cut after `max_bytes` with
-/// "...".
+/// Returns `text` in single quotes: control bytes and broken UTF-8 as \xNN, cut after `max_bytes`
+/// with "...".
 std::string printable(std::string_view text, std::size_t max_bytes = 120);
 
-/// Where the UTF-8 character begins that the byte at `at` belongs to.
+/// Returns where the UTF-8 character of the byte at `at` begins.
 std::size_t character_begin(std::string_view text, std::size_t at);
 
-/// A path for a message: `printable`, long enough for any that a system takes in practice.
+/// Returns a path for a message: printable(), long enough for any path that systems accept in
+/// practice.
 std::string shown(const std::filesystem::path& path);
 
-/// "[2, 3]"; long shapes are cut after eight dims.
+/// Returns "[2, 3]"; long shapes are cut after eight dims.
 std::string shape_text(std::span<const std::int64_t> shape);
 
-/// Bytes for a person: "1.86 GiB", "512 MiB", "24.0 KiB", "640 B"; three digits, powers of 1024.
+/// Returns "1.86 GiB", "512 MiB", "24.0 KiB", "640 B": three digits, units of powers of 1024.
 std::string size_text(std::int64_t bytes);
 
-/// What an exception says as one line, without a stack trace of libtorch's, its lines joined by
-/// single spaces: a rank's report stands beside those of other ranks and travels through a store's
-/// key.
+/// Returns the message of an exception as one line, without a stack trace of libtorch, its lines
+/// joined by single spaces: it is shown together with messages of other ranks, and sent as a key of
+/// a store.
 std::string one_line(std::string_view what);
 
-/// Bytes that a model writes one by one, as text that a terminal can show.
+/// Turns bytes that a model writes one by one into text that a terminal can show.
 ///
 /// Valid UTF-8 passes as soon as a character is complete; every byte that belongs to none, and
 /// control codes other than line feed, carriage return and tab, become \xNN. The same bytes give
 /// the same text however they come in.
 class ByteText {
  public:
-  /// What can be shown now that this byte is there: nothing while a character is incomplete.
+  /// Returns the text that can be shown after this byte: none while a character is incomplete.
   std::string add(unsigned char byte);
-  /// What is left over of an incomplete character.
+  /// Returns the text of an incomplete character at the end.
   std::string finish();
 
  private:
   std::string pending_;  // the beginning of a character
 };
 
-/// All of a range with ", " between them; `if_none` for an empty one.
+/// Returns the items of a range with ", " between them; `if_none` for an empty one.
 template <class Names>
 std::string joined(const Names& names, std::string_view if_none = "") {
   std::string text;
@@ -67,7 +68,7 @@ std::string joined(const Names& names, std::string_view if_none = "") {
   return first ? std::string(if_none) : text;
 }
 
-/// "0-2, 5" of ascending whole numbers; after `most` ranges, how many numbers follow.
+/// Returns "0-2, 5" for ascending whole numbers; after `most` ranges, how many numbers follow.
 template <class Numbers>
 std::string ranges_text(const Numbers& numbers, std::string_view between = ", ",
                         int most = std::numeric_limits<int>::max()) {
@@ -84,7 +85,7 @@ std::string ranges_text(const Numbers& numbers, std::string_view between = ", ",
   return text;
 }
 
-/// The outermost unit of a model has no name of its own.
+/// Returns the unit's name for messages, since the outermost unit of a model has none.
 inline std::string_view unit_label(std::string_view name) {
   return name.empty() ? std::string_view("(root)") : name;
 }

@@ -1,11 +1,11 @@
-// A quantity in three digits, as sizes, counts and operations are shown to a person.
+// Prints a quantity with three digits, for sizes, counts and operations.
 #pragma once
 
 #include <string>
 
 namespace tessera {
 
-/// "9.99", "64.0", "999", whatever is larger without decimals. `value` is at least 0.
+/// Returns "9.99", "64.0", "999", and larger numbers without decimals. `value` must be at least 0.
 std::string three_digits(double value);
 
 }  // namespace tessera

@@ -26,7 +26,7 @@ std::size_t edit_distance(std::string_view typed, std::string_view text, Typed a
   const auto same = [&](char p, char t) {
     return (is_pattern && p == '?' && t != '.') || lower(p) == lower(t);
   };
-  std::vector<std::size_t> row(text.size() + 1);  // of the first i characters typed
+  std::vector<std::size_t> row(text.size() + 1);  // distances of the first i characters of `typed`
   std::iota(row.begin(), row.end(), std::size_t{0});
   std::vector<std::size_t> before;
   std::vector<std::size_t> before_that;
@@ -53,7 +53,7 @@ std::size_t edit_distance(std::string_view typed, std::string_view text, Typed a
 bool wildcard_match(std::string_view pattern, std::string_view text) {
   std::size_t p = 0;
   std::size_t t = 0;
-  std::size_t star = std::string_view::npos;  // the last `*` and what it has taken so far
+  std::size_t star = std::string_view::npos;  // the last `*`; it ends before `taken`
   std::size_t taken = 0;
   while (t < text.size()) {
     if (p < pattern.size() && pattern[p] == '*') {
@@ -99,7 +99,7 @@ std::optional<std::string> closest_name(std::string_view pattern,
   const auto literals = static_cast<std::size_t>(std::count_if(
       pattern.begin(), pattern.end(), [](char c) { return c != '*' && c != '?' && c != '.'; }));
   const std::size_t width = components(pattern).size();
-  std::size_t best = std::min<std::size_t>(literals / 3, 3) + 1;  // more than this is a guess
+  std::size_t best = std::min<std::size_t>(literals / 3, 3) + 1;  // more would be a guess
   const std::string* result = nullptr;
   for (const std::string& name : names) {
     const std::vector<std::string_view> parts = components(name);
@@ -120,16 +120,16 @@ std::optional<std::string> closest_name(std::string_view pattern,
 
 std::optional<std::string> close_name(std::string_view word,
                                       const std::vector<std::string>& candidates) {
-  constexpr std::size_t kLongest = 80;  // no name of ours is: a longer word is none of them
+  constexpr std::size_t kLongest = 80;  // longer than any candidate
   if (word.empty() || word.size() > kLongest) return std::nullopt;
-  // A swap of neighbours is one edit; but nobody means a pattern here.
+  // A swap of neighbours counts as one edit, as in patterns; but the word is no pattern.
   const bool plain_word = word.find_first_of("*?") == std::string_view::npos;
   const Typed as = plain_word ? Typed::kPattern : Typed::kWord;
   std::size_t fewest = std::clamp<std::size_t>(word.size() / 3, 1, 3) + 1;
   std::optional<std::string> best;
   for (const std::string& candidate : candidates) {
     const std::size_t found = edit_distance(word, candidate, as);
-    if (found >= std::min(fewest, candidate.size())) continue;  // nothing in common
+    if (found >= std::min(fewest, candidate.size())) continue;  // too far
     best = candidate;
     fewest = found;
   }

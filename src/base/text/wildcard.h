@@ -1,11 +1,10 @@
-// Patterns over dotted names: what `match` of a precision rule, `freeze` and `no_decay` are written
-// in.
+// Patterns over dotted names, for `match` of a precision rule, `freeze` and `no_decay`.
 //
 // A pattern is one or more dotted components that match consecutive whole components, anywhere in
-// the name; `*` (any run) and `?` (any one character) stay within a component; case counts. Never a
-// substring: "wo" does not match "word_embedding". So "*norm" matches "a.input_layernorm.weight"
-// without saying `.weight`, and "model.vision_tower" everything below it. Linear in practice, never
-// exponential.
+// the name. `*` (any run) and `?` (any one character) stay within a component; case counts. A
+// pattern never matches a substring: "wo" does not match "word_embedding". So "*norm" matches
+// "a.input_layernorm.weight" without `.weight`, and "model.vision_tower" everything below it.
+// Matching is linear in practice, never exponential.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +17,7 @@
 
 namespace tessera {
 
-/// One component, or any plain string: `*` and `?` against the whole of `text`.
+/// Whether the pattern matches the whole of `text`, a component or any plain string.
 bool wildcard_match(std::string_view pattern, std::string_view text);
 
 /// Whether a dotted pattern matches a dotted name. A pattern with an empty component matches
@@ -28,29 +27,29 @@ bool dotted_match(std::string_view pattern, std::string_view name);
 /// Whether a pattern could match some name: not empty, no empty component.
 bool is_dotted_pattern(std::string_view pattern);
 
-/// How all say that a pattern matches nothing: who gave it (a key, a rule, a table), the pattern in
-/// quotes, what it was held against, what is expected instead.
+/// Returns the message for a pattern that matches nothing: its source (a key, a rule, a table), the
+/// pattern in quotes, what it was compared with, and what is expected.
 std::string unmatched(std::string_view source, std::string_view quoted,
                       std::string_view found = " that matches no parameter",
                       std::string_view expected = "one that does");
 inline std::string in_quotes(std::string_view pattern) { return concat("\"", pattern, "\""); }
 
-/// A word is taken as it stands; in a pattern `*` and `?` match, and a swap of neighbours is one
-/// slip as any other.
+/// Whether text is a word, which is compared as it is, or a pattern, in which `*` and `?` match and
+/// a swap of neighbours counts as one edit.
 enum class Typed { kWord, kPattern };
 
-/// By how many slips (a character changed, put in or taken out) `typed` misses `text`. Upper and
-/// lower case differ by nothing: that is the likeliest slip.
+/// Returns the number of edits (a character changed, inserted or removed) from `typed` to `text`. A
+/// difference of upper and lower case counts as none, since it is the most likely mistake.
 std::size_t edit_distance(std::string_view typed, std::string_view text, Typed as);
 
-/// The name of which some run of components is closest to a pattern that matches none of them, if
-/// it is close enough to be meant; the first one among equals. Plain words are dotted names of one
-/// component, so this also finds the key that a misspelt key stands for.
+/// Returns the name that has the components closest to a pattern which matches no name, if they are
+/// close enough to be meant; the first one among equals. Plain words are dotted names of one
+/// component, so that this also finds the key that a misspelt key stands for.
 std::optional<std::string> closest_name(std::string_view pattern,
                                         const std::vector<std::string>& names);
 
-/// The candidate with the smallest edit distance, case ignored; none where all are beyond a third
-/// of the word, or beyond 3.
+/// Returns the candidate with the smallest edit distance, case ignored; none where all distances
+/// are above a third of the word, or above 3.
 std::optional<std::string> close_name(std::string_view word,
                                       const std::vector<std::string>& candidates);
 

@@ -1,5 +1,5 @@
-// The words of an enumeration, listed once next to it: how files, options and messages name its
-// values.
+// The words of an enumeration, listed once next to it: the names of its values in files, options
+// and messages.
 //
 //   constexpr auto words_of(Keep) {
 //     return std::to_array<Word<Keep>>({{"not", Keep::kNot}, {"backward", Keep::kBackward}});
@@ -24,7 +24,7 @@ struct Word {
 template <class E>
 concept HasWords = std::is_enum_v<E> && requires { words_of(E{}); };
 
-/// Empty for a value that has none.
+/// Returns the word of a value; empty for a value that has none.
 template <HasWords E>
 constexpr std::string_view word_of(E value) {
   for (const auto& one : words_of(value)) {

@@ -7,7 +7,7 @@
 namespace tessera::base {
 namespace {
 
-/// One more than its number: 0 is none.
+/// The graph task's number plus one; 0 for none.
 using Foreign = PassLocal<PassValue::kForeignBackward, int>;
 
 }  // namespace

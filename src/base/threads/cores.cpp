@@ -53,7 +53,7 @@ std::string unescaped(std::string_view text) {
   return plain;
 }
 
-/// "ID PARENT MAJOR:MINOR ROOT POINT OPTIONS [TAGS...] - TYPE SOURCE OPTIONS".
+/// Parses "ID PARENT MAJOR:MINOR ROOT POINT OPTIONS [TAGS...] - TYPE SOURCE OPTIONS".
 std::optional<Hierarchy> hierarchy_of(const std::string& line) {
   const auto dash = line.find(" - ");
   if (dash == std::string::npos) return std::nullopt;
@@ -66,7 +66,8 @@ std::optional<Hierarchy> hierarchy_of(const std::string& line) {
   return Hierarchy{is_v2, unescaped(before[3]), unescaped(before[4])};
 }
 
-/// This process's group in a hierarchy: "0::PATH" of version 2, "N:cpu,...:PATH" of version 1.
+/// Returns this process's group in a hierarchy: from "0::PATH" of version 2, "N:cpu,...:PATH" of
+/// version 1.
 std::optional<std::string> group_in(const Hierarchy& hierarchy,
                                     const std::vector<std::string>& lines) {
   for (const std::string& line : lines) {
@@ -95,7 +96,7 @@ std::optional<std::int64_t> number(std::string_view text) {
   return value;
 }
 
-/// The CPUs that a quota of microseconds in each period grants, rounded up.
+/// Returns the CPUs that a quota of microseconds in each period grants, rounded up.
 std::optional<int> cores_of(std::string_view quota_us, std::string_view period_us) {
   const auto quota = number(quota_us);  // none for "max" and -1
   const auto period = number(period_us);
@@ -114,7 +115,7 @@ std::optional<int> cores_of_group(const fs::path& folder, bool is_v2) {
   return words.size() == 2 ? cores_of(words[0], words[1]) : std::nullopt;
 }
 
-/// The path of `group` below the mount; its top where the mount shows another part of the
+/// Returns the path of `group` below the mount; the mount's top where it shows another part of the
 /// hierarchy.
 fs::path below_mount(const Hierarchy& hierarchy, const std::string& group) {
   const fs::path relative = fs::path(group).lexically_relative(hierarchy.root);

@@ -8,7 +8,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// With the exchanges that are under way now, and since when some are.
+/// The times, the number of exchanges under way, and since when there are any.
 struct Times {
   ExchangeTimes times;
   int under_way = 0;

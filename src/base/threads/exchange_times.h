@@ -1,11 +1,11 @@
-// How long exchanges of activations keep a rank, as its host sees it. Pure.
+// The time that exchanges of activations take, as a rank's host sees it. Pure.
 #pragma once
 
 namespace tessera::base {
 
-/// Times exchanges of this thread's rank so far, in ms: how long some were under way (from the issue
-/// to the end of the wait), and how long the host stood waiting for one. Those on a device are left
-/// out, as the host waits for none of them.
+/// The times of exchanges of this thread's rank so far, in ms: how long any were under way (from
+/// the issue to the end of the wait), and how long the host waited for one. Exchanges on a device
+/// are left out, since the host does not wait for them.
 struct ExchangeTimes {
   double in_flight = 0;
   double waited = 0;
@@ -17,7 +17,7 @@ struct ExchangeTimes {
 };
 ExchangeTimes exchange_times();
 
-/// Counts an exchange as under way until end(), or until it is let go of.
+/// Counts an exchange as under way until end() or its destruction.
 class ExchangeUnderWay {
  public:
   /// `counts`: false on a device.
@@ -28,7 +28,7 @@ class ExchangeUnderWay {
   ExchangeUnderWay& operator=(const ExchangeUnderWay&) = delete;
   ExchangeUnderWay& operator=(ExchangeUnderWay&&) = delete;
 
-  /// `waited_ms`: how long the host stood waiting for it. Again: nothing happens.
+  /// `waited_ms`: how long the host waited for it. Does nothing the second time.
   void end(double waited_ms);
 
  private:

@@ -16,7 +16,7 @@
 namespace tessera::base {
 namespace {
 
-/// As libgomp reads it: what is no number is ignored.
+/// Reads the limit as libgomp does: other texts than numbers are ignored.
 std::optional<int> thread_limit() {
   const auto text = environment_variable("OMP_THREAD_LIMIT");
   if (!text) return std::nullopt;
@@ -53,7 +53,8 @@ void for_ranges(std::int64_t size, std::int64_t grain,
     body(0, size);
     return;
   }
-  // One byte a part; the address that the iterator hands out says which part it is.
+  // The tensor has one byte for each part: the address that the iterator passes identifies the
+  // part.
   const std::int64_t parts = (size + grain - 1) / grain;
   at::Tensor bytes = at::empty({parts}, at::kByte);
   const char* first = static_cast<const char*>(bytes.const_data_ptr());

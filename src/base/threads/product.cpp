@@ -11,8 +11,8 @@ extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int threads);
 namespace tessera::base {
 namespace {
 
-/// One core takes some 25 microseconds for so many: about as long as it takes to wake another thread,
-/// which sleeps where the last product on both was too long ago (launch/rank_variables.h).
+/// One core takes some 25 microseconds for this number: about as long as waking another thread
+/// takes, which sleeps where the last product on both was too long ago (launch/rank_variables.h).
 constexpr std::int64_t kMultiplicationsOfOneThread = std::int64_t{5} << 18;
 
 thread_local int scopes = 0;

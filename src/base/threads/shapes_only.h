@@ -1,7 +1,7 @@
 // Whether the loops over elements of this thread run: a dry run has sizes and no values.
 //
-// Kernels are called as ever and make their results and whatever they need beside them; for_ranges
-// returns at once. What walks over memory by itself asks here. Next: parallel.h,
+// Kernels are called as usual and allocate their results and everything else that they need;
+// for_ranges returns at once. Other code that walks over memory calls this. Next: parallel.h,
 // ../../dry/fake_operations.h.
 #pragma once
 
