@@ -55,7 +55,7 @@ TEST(ReadNoLink, GivesTheBytesOfAFileAndOfNothingElse) {
                  "pipe': found something that is no regular file");
 }
 
-// Naive: the log of a rank goes to whatever a link in an old run folder names.
+// Naive: the log of a rank is written to the target of any link in an old run folder.
 TEST(AppendedFile, ALogThroughALinkIsRefused) {
   const TemporaryFolder folder;
   folder.write("target", "kept");

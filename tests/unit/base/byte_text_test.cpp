@@ -1,4 +1,4 @@
-// Bytes of a model as text: what a terminal may show, and what becomes \xNN.
+// Bytes of a model as text: the bytes that a terminal may show, and those that become \xNN.
 #include <cctype>
 #include <cstddef>
 #include <iterator>
@@ -78,7 +78,7 @@ TEST(ByteText, EveryPairOfBytesEndsInPrintableUtf8) {
   }
 }
 
-// Three digits in the largest unit of which there is one, whatever rounding makes of them.
+// Three digits in the largest unit of which there is at least one, also where they are rounded up.
 TEST(SizeText, HasThreeDigitsAndTheUnitThatFits) {
   constexpr std::int64_t kMi = std::int64_t{1} << 20;
   constexpr std::int64_t kGi = std::int64_t{1} << 30;

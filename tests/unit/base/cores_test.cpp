@@ -85,8 +85,8 @@ DrawnHierarchy draw_hierarchy(Draw& draw, const TemporaryFolder& root, bool is_v
   return drawn;
 }
 
-// Property: the least of all quotas from the process's group to what its container shows as the
-// top, rounded up, whatever the version, the mount and the namespace.
+// Property: the result is the least of all quotas from the process's group to the top that its
+// container sees, rounded up, for any version, mount and namespace.
 TEST(Cores, AQuotaOfAnyDrawnTreeIsFound) {
   int limited = 0;
   for (unsigned seed = 1; seed <= 100; ++seed) {

@@ -72,7 +72,7 @@ std::string text(const std::vector<TraceSpan>& spans) {
 TEST(Trace, BelongsToTheThreadWhileItIsBound) {
   EXPECT_EQ(current_trace(), nullptr);
   {
-    const TraceScope ignored(TraceRow::kWaits, "nobody looks");
+    const TraceScope ignored(TraceRow::kWaits, "without a trace");
   }
   const auto trace = std::make_shared<Trace>();
   {

@@ -1,5 +1,5 @@
-// What ranks tell each other when a backward begins survives the way as bits, and is joined by
-// them.
+// The views that ranks exchange when a backward begins: conversion to bits keeps them, and the OR
+// of bits joins them.
 
 #include "fsdp/agreed/order.h"
 #include "support/test.h"

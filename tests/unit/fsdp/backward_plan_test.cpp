@@ -1,4 +1,4 @@
-// [Note: collective order]: what a backward issues is one list, whatever of it a rank comes by.
+// [Note: collective order]: a backward issues one list, whichever of its places a rank passes.
 
 #include <array>
 #include <random>
@@ -145,8 +145,8 @@ TEST(BackwardPlan, WhereBackwardDoesNotComeNothingIsGatheredButGradientsAreSumme
   EXPECT_THAT(plan_of({}, resharding(3)).actions, IsEmpty());
 }
 
-// Naive: whoever lends its parameters is gathered where some rank happens to need it.
-TEST(BackwardPlan, ALenderIsGatheredWithItsBorrowerAndReducedAfterThat) {
+// Naive: the owner of shared parameters is gathered where some rank happens to need it.
+TEST(BackwardPlan, AnOwnerIsGatheredWithTheUnitThatSharesItAndReducedAfterThat) {
   auto states = resharding(3);
   states[0].gathers = true;
   states[2].owners = {0};
@@ -238,9 +238,9 @@ Drawn draw(unsigned seed) {
   return drawn;
 }
 
-/// Walks through a plan as a rank that comes by everywhere: whatever it needs is there and waited
-/// for, nothing is gathered that is there or released that is in use, and all is reduced once, at
-/// the end of its last place.
+/// Walks through a plan as a rank that passes all places: every unit that it needs is gathered and
+/// waited for, no unit is gathered that is unsharded or released that is in use, and each is
+/// reduced once, at the end of its last place.
 void expect_usable(const Drawn& drawn, const PassPlan& plan) {
   std::set<std::array<std::size_t, 3>> passed;
   std::vector<bool> gathered, readable;
@@ -319,14 +319,14 @@ bool blocks(PlanAction::Kind kind) {
   return kind == PlanAction::Kind::kWait || kind == PlanAction::Kind::kReduce;
 }
 
-/// One rank that comes by some places only.
+/// One rank that passes some places only.
 struct Rank {
   std::vector<std::size_t> stops;  ///< actions to have done, in the order of its places
   std::size_t stop = 0;
   std::size_t done = 0;
 };
 
-// Naive: reductions go out when a rank's own gradients are complete. One rank then waits for a
+// Naive: reductions go out when the gradients of one rank are complete. One rank then waits for a
 // reduction that another, which waits for a gather of the first, has not issued.
 TEST(BackwardPlan, RanksThatComeByAtDifferentPlacesNeverWaitForEachOther) {
   for (unsigned seed = 0; seed < 3000; ++seed) {

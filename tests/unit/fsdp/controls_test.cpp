@@ -1,5 +1,5 @@
-// What users switch, as a value: two models issue alike only where it is equal, and messages name
-// each difference from the agreed plan.
+// The controls of users, as a value: two models issue the same collectives only where it is equal,
+// and messages name each difference from the agreed plan.
 #include "fsdp/agreed/controls.h"
 
 #include "support/test.h"

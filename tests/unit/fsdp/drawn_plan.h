@@ -99,7 +99,7 @@ class Draw {
     return units;
   }
 
-  /// What a plan may tell, and its users might have.
+  /// Draws the modes that a plan may choose, and those that users may have set.
   std::vector<RecomputeMode> recompute(const StepRecord& record,
                                        const std::vector<PlanUnit>& units) {
     const auto may = may_be_recomputed(record, units);

@@ -1,4 +1,4 @@
-// Schedules whose records are kept: those in use, whatever number of others occurs once.
+// Schedules whose records are kept: those in use, with any number of others that occur once.
 #include "fsdp/agreed/known_steps.h"
 
 #include <random>
@@ -48,7 +48,7 @@ TEST(KnownSteps, WhatIsPutAgainTakesItsPlace) {
 }
 
 // Naive: one too many drops all, or schedules that occur once replace those in use.
-TEST(KnownSteps, SchedulesInUseStayBesideAnyNumberThatComeOnce) {
+TEST(KnownSteps, SchedulesInUseStayWithAnyNumberThatComeOnce) {
   for (std::uint64_t seed = 1; seed <= 200; ++seed) {
     SCOPED_TRACE(concat("seed ", seed));
     std::mt19937_64 draw(seed);

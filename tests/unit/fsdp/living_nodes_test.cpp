@@ -7,8 +7,8 @@
 namespace tessera::fsdp::living_nodes_test {
 namespace {
 
-// Threads of devices drop nodes while the rank's own looks for one: it finds what lives all the
-// time, and nothing that was dropped.
+// Device threads drop nodes while the rank's thread searches for one: it finds a node that lives
+// all the time, and none that was dropped.
 TEST(LivingNodes, ComeAndGoWhileAnotherThreadLooks) {
   constexpr int kThreads = 3;
   constexpr std::size_t kNodes = 64;

@@ -1,4 +1,4 @@
-// Matrices come together whole and go back, whatever shares them: worked out on plain vectors.
+// Matrices are assembled whole and sent back, for any sharing: checked on plain vectors.
 #include "fsdp/optim/matrix_exchange.h"
 
 #include <numeric>
@@ -67,7 +67,8 @@ Case random_case(std::mt19937& random) {
   return c;
 }
 
-/// Of rank (replica, shard, tp), tp innermost: what it holds of each, and those elements' numbers.
+/// The elements of each parameter that rank (replica, shard, tp) holds, and their numbers; tp is
+/// innermost.
 struct Held {
   std::vector<HeldElements> elements;
   std::vector<Numbers> numbers;
@@ -94,7 +95,7 @@ Held held_by(const Case& c, int rank) {
   return held;
 }
 
-/// What arrives at each rank, of what each sends.
+/// Returns the numbers that arrive at each rank, where each sends `out`.
 std::vector<Numbers> sent(const std::vector<AllToAllPlan>& plans, const std::vector<Numbers>& out) {
   const auto ranks = plans.size();
   std::vector<Numbers> in(ranks);
@@ -228,15 +229,15 @@ TEST(MatrixExchange, NoRankHasMoreThanOneMatrixAboveTheMean) {
     for (int rank = 0; rank < c.ranks(); ++rank) elements.push_back(held_by(c, rank).elements);
     const auto exchange = plan_exchange(c.parameters, elements);
     std::vector<double> work(static_cast<std::size_t>(c.ranks()), 0.0);
-    double all = 0, dearest = 0;
+    double all = 0, largest = 0;
     for (const auto& matrix : exchange.matrices) {
       const auto& shape = c.parameters[matrix.parameter].matrices.shape;
       const double cost = orthogonalization_cost(shape[0], shape[1]);
       work[static_cast<std::size_t>(matrix.owner)] += cost;
       all += cost;
-      dearest = std::max(dearest, cost);
+      largest = std::max(largest, cost);
     }
-    EXPECT_LE(*std::max_element(work.begin(), work.end()), all / c.ranks() + dearest);
+    EXPECT_LE(*std::max_element(work.begin(), work.end()), all / c.ranks() + largest);
   }
 }
 

@@ -26,8 +26,8 @@ std::vector<std::string> text(const PassPlan& pass) {
   return lines;
 }
 
-// What runs outside of a plan, as a plan: each unit is gathered one ahead of the one that computes
-// and given back after it; the last one's backward comes next; the root stays.
+// The eager behaviour outside of a plan, as a plan: one unit ahead of the computing one is
+// gathered, and each is released after it; the last one's backward comes next; the root stays.
 TEST(StepPlan, EagerGathersOneAheadAndKeepsTheLast) {
   const auto plan = eager(record_of({flat({0, 1, 2})}), units_of(3));
   const auto& [forward, backward] = plan.stages[0].of(MicroBatchClass::kOnly);
@@ -78,7 +78,7 @@ TEST(StepPlan, ZeroStagesAreChoices) {
   EXPECT_EQ(counted(Keep::kNot, ReduceAt::kEveryBackward), std::pair(24L, 12L));
 }
 
-// A unit of two stages is gathered by whichever comes first, and by nobody twice.
+// A unit of two stages is gathered by the stage that comes first, and never twice.
 TEST(StepPlan, StagesThatShareAUnitGatherItOnce) {
   StepRecord record;
   record.stages.resize(2);
@@ -94,9 +94,9 @@ TEST(StepPlan, StagesThatShareAUnitGatherItOnce) {
   }
 }
 
-// What is gathered before the step: a stage leaves alone what it never comes to, and nobody knows
-// who of two stages comes first.
-TEST(StepPlan, StagesGiveBackWhatTheyComeToAlone) {
+// Units that are gathered before the step: a stage leaves those alone that it never uses, and which
+// of two stages comes first is not known.
+TEST(StepPlan, StagesReleaseOnlyWhatTheyAloneUse) {
   StepRecord record;
   record.stages.resize(2);
   record.stages[0] = {{flat({0, 1})}, {{true, true}}};
@@ -119,8 +119,8 @@ TEST(StepPlan, KeptToBackwardIsRefusedWhereOthersComeBetween) {
 
 // ------------------------------------------------------------------------- plans that are drawn
 
-// Whatever units, traces, checkpoints, reach and choices: no use without its gather, nothing twice,
-// nothing left.
+// Property: for any units, traces, checkpoints, reach and choices no unit is used without its
+// gather, none is gathered twice, and none is left.
 TEST(StepPlan, EveryPlanThatIsMadeHolds) {
   for (unsigned seed = 0; seed < 3000; ++seed) {
     const auto plan = Draw(seed).plan();
@@ -128,7 +128,7 @@ TEST(StepPlan, EveryPlanThatIsMadeHolds) {
   }
 }
 
-// Behind the gathers ahead, which go on meanwhile; a unit that no backward comes to runs once.
+// After the gathers ahead, which overlap with it; a unit that no backward reaches runs once.
 TEST(StepPlan, AForwardRunsAgainWhereItsBackwardBegins) {
   auto units = units_of(4);
   for (auto& unit : units) unit.recompute_by = RecomputeBy::kPlan;
@@ -245,7 +245,7 @@ TEST(StepPlan, PlacesOutOfOrderAndForeignUnitsAreFound) {
       Contains(Says("layer 1")));
 }
 
-// Naive: the end of the step reduces what is owed, so that the run is right all the same.
+// Naive: the end of the step reduces what is pending, so that the run is right all the same.
 TEST(StepPlan, AUnitThatIsNeverReducedIsFound) {
   for (const auto reduce : {ReduceAt::kLastBackward, ReduceAt::kEveryBackward}) {
     auto plan = make_plan(record_of({flat({0, 1, 2})}), units_of(3),
@@ -253,7 +253,7 @@ TEST(StepPlan, AUnitThatIsNeverReducedIsFound) {
                           PlanOrder::kOneAfterTheOther);
     ASSERT_THAT(faults_of(plan), IsEmpty());
     for (auto& one : plan.stages[0].micro_batches) {
-      // The last actions of a backward that gathers and gives back nothing.
+      // The last actions of a backward that gathers and releases nothing.
       std::erase_if(one.backward.actions,
                     [](const PlanAction& action) { return action.kind == Kind::kReduce; });
       for (auto& place : one.backward.places[0]) place = {};
@@ -268,7 +268,7 @@ TEST(StepPlan, AUnitThatIsNeverReducedIsFound) {
   }
 }
 
-// What is chosen is what actions do, so that whoever reads the choices of a file knows the plan.
+// Actions do what was chosen, so that the choices of a file describe the plan.
 TEST(StepPlan, GathersAheadAreThoseThatWereChosen) {
   const auto right = eager(record_of({flat({0, 1, 2, 3})}), units_of(4));
   ASSERT_EQ(right.choices.ahead_in_forward, 1U);

@@ -1,4 +1,4 @@
-// What a step records of its stages, as a value.
+// The record of a step's stages, as a value.
 
 #include "fsdp/agreed/order.h"
 #include "support/test.h"
@@ -44,7 +44,7 @@ TEST(StepRecord, CheckpointsAreCountedFromTheMicroBatch) {
   EXPECT_THROW(counted_after(later, 8), Error);
 }
 
-TEST(StepRecord, FirstEntriesHaveLendersBeforeWhatBorrows) {
+TEST(StepRecord, FirstEntriesHaveOwnersBeforeUnitsThatShare) {
   const std::vector<std::vector<UnitId>> owners{{}, {0}, {0, 3}, {}};
   EXPECT_THAT(first_entries({flat({1, 2}), flat({1, 3})}, owners), ElementsAre(0, 1, 3, 2));
   EXPECT_THAT(first_entries({flat({3, 2, 3, 0})}, owners), ElementsAre(3, 0, 2));

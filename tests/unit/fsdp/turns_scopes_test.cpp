@@ -1,5 +1,5 @@
-// What the floors above comm keep for a call: each of two passes that take turns has its own, and a
-// backward that recomputes beside a forward gives the bits of in turn.
+// The values that libraries above comm keep for a call: each of two passes that take turns has its
+// own, and a backward that recomputes while a forward runs has the same bits as in turn.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -189,7 +189,7 @@ class Autocast {
   bool before_;
 };
 
-TEST(TurnsOfCheckpoints, ARecomputingBackwardBesideAForwardGivesTheBitsOfInTurn) {
+TEST(TurnsOfCheckpoints, ARecomputingBackwardInAPairWithAForwardGivesTheBitsOfInTurn) {
   for (const auto mode : {RecomputeMode::kNone, RecomputeMode::kSelective, RecomputeMode::kFull}) {
     for (const bool casts : {false, true}) {
       // The forward of one micro-batch computes under autocast, that of the other does not.

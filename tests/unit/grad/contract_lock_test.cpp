@@ -1,5 +1,5 @@
-// The lock of a contract: the same contract differs in nothing, each change of a value is a line, and a
-// text that was edited is refused by the number of its line.
+// The lock of a contract: equal contracts have no difference, each change of a value is a line, and
+// an edited text is refused with the number of its line.
 #include "grad/contract_lock.h"
 
 #include <algorithm>
@@ -132,7 +132,7 @@ TEST(ContractLock, AnEditedTextIsRefusedByItsLine) {
           "F, line 3");
 }
 
-// Hostile text ends in an answer or in an error, whatever is cut out of it or put into it.
+// Hostile text ends in an answer or in an error, with any text cut out of it or put into it.
 TEST(ContractLock, AnyTextIsAnsweredOrRefused) {
   const std::string lock = contract_lock(example());
   std::mt19937 random(7);

@@ -1,4 +1,4 @@
-// What resolution refuses: each message names the parameter, both values and the key to change.
+// The refusals of resolution: each message names the parameter, both values and the key to change.
 #include <limits>
 
 #include "grad/contract_key.h"
@@ -160,7 +160,7 @@ TEST(ResolveErrors, ReductionsThatCountTwice) {
   }
 }
 
-// What each key of [precision] does that changes how a checkpoint is read, and the family's pins.
+// The keys of [precision] that change how a checkpoint is read, and the family's pins.
 constexpr DType kF64 = DType::kFloat64;
 constexpr DType kF32 = DType::kFloat32;
 constexpr DType kF16 = DType::kFloat16;
@@ -352,7 +352,7 @@ TEST(FrozenKey, AWholeParameterIsKeptInItsComputeDtype) {
   EXPECT_EQ(resolve_only(meta, policy).storage, Encoding{kF32});
 }
 
-// Naive: with a storage dtype that narrows, the whole parameter has digits that the sharded one lost.
+// Naive: with a narrower storage dtype the whole parameter has digits that the sharded one lost.
 TEST(FrozenKey, AWholeParameterIsLoadedThroughTheStorageDtypeThatItWouldHave) {
   PrecisionPolicy policy = mixed_policy();
   policy.storage_dtype = kBF16;

@@ -282,7 +282,7 @@ TEST(Resolve, WithoutAMasterTheOptimizerReadsAndKeepsTheStorageDtype) {
   EXPECT_EQ(narrow.reason(ContractField::kMaster), "[optimizer] master");
   EXPECT_EQ(narrow.reason(ContractField::kState), "as storage, since there is no master");
   const GradContract wide = resolve_only(stored("w", kF32), policy);
-  EXPECT_EQ(wide.master, Master::kStorage) << "float32 storage is a master whatever is asked";
+  EXPECT_EQ(wide.master, Master::kStorage) << "float32 storage is always a master";
   EXPECT_EQ(wide.final, kF32);
   policy.final_dtype = kF32;
   const GradContract widened = resolve_only(stored("w", kBF16), policy);
@@ -360,7 +360,7 @@ TEST(Resolve, OneTensorUnderTwoNamesIsSummedRawByAutograd) {
   EXPECT_NE(to_string(std::vector{contract}).find("summed raw"), std::string::npos);
 }
 
-// A tied head without a second name: nobody can know before a forward has run, so nothing is
+// A tied head without a second name: its uses are not known before a forward has run, so nothing is
 // claimed.
 TEST(Resolve, WhatOneForwardUsesSeveralTimesIsSaidToBeAutogradsSum) {
   const auto said = [](const GradContract& contract) {
@@ -408,7 +408,7 @@ TEST(RuleBook, EveryPatternOfARuleMustMatch) {
   book.check_all_matched();
 }
 
-// What [lora] makes of parameters, whatever policy, rules and files say.
+// The contracts of parameters under [lora], for any policy, rules and files.
 
 ParameterMeta base(ParameterMeta meta) {
   meta.trainable = false;
@@ -495,10 +495,10 @@ TEST(ResolveLora, RulesThatSpeakOfAdaptersAloneAndWouldBeWithoutEffectAreRefused
   EXPECT_THAT(result_of(rule), Says("found the pattern \"q.lora_B.weight\""));
   rule = rule_for("lora_A");
   rule.storage_dtype = kBF16;
-  EXPECT_THAT(result_of(rule), Says("beside storage_dtype = bfloat16"));
+  EXPECT_THAT(result_of(rule), Says("with storage_dtype = bfloat16"));
   rule = rule_for("lora_A");
   rule.pin = false;
-  EXPECT_THAT(result_of(rule), Says("beside pin = false"));
+  EXPECT_THAT(result_of(rule), Says("with pin = false"));
 }
 
 TEST(ResolveLora, RulesThatSpeakOfAdaptersAloneAndHoldAreTaken) {

@@ -22,7 +22,7 @@ class Owner : public SlotOwner {
     return {slot, first};
   }
   at::Tensor share_slot(std::size_t parameter) override {
-    if (!lends || !empty || std::exchange(is_shared, true)) return {};
+    if (!can_share || !empty || std::exchange(is_shared, true)) return {};
     shared.push_back(parameter);
     return slot;
   }
@@ -36,10 +36,10 @@ class Owner : public SlotOwner {
 
   at::Tensor slot;
   bool empty = true;
-  bool lends = true;
+  bool can_share = true;
   bool is_shared = false;
   std::vector<std::size_t> opened, shared;
-  std::vector<bool> arrivals;  ///< of each loan that has ended
+  std::vector<bool> arrivals;  ///< by ended share of a slot
   int tickets = 0;
 };
 
@@ -91,7 +91,7 @@ TEST_F(Sink, StridedAndExpandedGradientsLandInTheirPlaces) {
   EXPECT_TRUE(at::equal(owner.slot, at::tensor({1.0F, 3.0F, 2.0F, 4.0F})));
 }
 
-// What accept() makes of the whole gradient, bit for bit, rounding on arrival included.
+// The result has the bits of accept() of the whole gradient, rounding on arrival included.
 TEST_F(Sink, RowsAreAddedAsTheWholeGradientWouldBe) {
   at::manual_seed(3);
   contract.shape = {5, 3};
@@ -180,7 +180,7 @@ TEST_F(Sink, ASlotThatMovesGoesToItsNewOwner) {
 
 // ----------------------------------------------------------------------------------- direct slots
 
-/// Of the fixture's parameter.
+/// Returns the properties of a gradient of the fixture's parameter.
 RawLike raw_of(at::ScalarType dtype, at::IntArrayRef sizes = {2, 2}) {
   return {sizes, dtype, at::kCPU};
 }
@@ -216,7 +216,7 @@ TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
   EXPECT_EQ(shared->tensor().sizes(), at::IntArrayRef({2, 2}));
   EXPECT_TRUE(shared->tensor().is_contiguous());
   shared->tensor().fill_(256);
-  EXPECT_TRUE(owner.empty) << "nothing has arrived before it is given back";
+  EXPECT_TRUE(owner.empty) << "nothing has arrived before recycle()";
   shared->recycle();
   EXPECT_FALSE(sink.share(id, raw_of(at::kFloat), Source::kEager)) << "the second is an addition";
   sink.accept(id, full(1, at::kBFloat16), Source::kEager);
@@ -225,7 +225,7 @@ TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
   EXPECT_THAT(owner.shared, ElementsAre(5U));
 }
 
-TEST_F(Sink, LendsNothingWhereMoreThanTheProductIsToBeDone) {
+TEST_F(Sink, SharesNothingWhereMoreThanTheProductIsToBeDone) {
   const auto id = slot();
   const auto is_shared = [&](at::ScalarType dtype) {
     return sink.share(id, raw_of(dtype), Source::kEager).has_value();
@@ -237,9 +237,9 @@ TEST_F(Sink, LendsNothingWhereMoreThanTheProductIsToBeDone) {
   EXPECT_FALSE(is_shared(at::kFloat)) << "a rounding is asked for";
   contract.grad = {};
   EXPECT_TRUE(owner.shared.empty()) << "the owner was not asked";
-  owner.lends = false;
-  EXPECT_FALSE(is_shared(at::kFloat)) << "the owner has none to lend";
-  owner.lends = true;
+  owner.can_share = false;
+  EXPECT_FALSE(is_shared(at::kFloat)) << "the owner shares none";
+  owner.can_share = true;
   EXPECT_FALSE(sink.share(id, {contract.shape, at::kFloat, at::Device(at::kMeta)}, Source::kEager))
       << "a copy from another device";
   EXPECT_THAT(owner.arrivals, ElementsAre(false));
@@ -278,18 +278,18 @@ TEST_F(Sink, AKernelThatThrowsLeavesItsSlotAsNotArrived) {
   EXPECT_EQ(counted.formed, 0);
 }
 
-TEST_F(Sink, ALentSlotIsGivenBackOnce) {
+TEST_F(Sink, ASharedSlotIsRecycledOnce) {
   auto shared = sink.share(slot(), raw_of(at::kFloat), Source::kEager);
   ASSERT_TRUE(shared);
   SharedSlot moved = std::move(*shared);
   shared.reset();
-  EXPECT_TRUE(owner.is_shared) << "whoever it was moved to has it";
+  EXPECT_TRUE(owner.is_shared) << "the object that it was moved to has it";
   moved.recycle();
   EXPECT_REFUSED(kInternal, moved.recycle());
   EXPECT_THAT(owner.arrivals, ElementsAre(true));
 }
 
-TEST_F(Sink, ASlotIsLentToOneAtATime) {
+TEST_F(Sink, ASlotIsSharedWithOneAtATime) {
   const auto id = slot();
   auto first = sink.share(id, raw_of(at::kFloat), Source::kEager);
   ASSERT_TRUE(first);
@@ -300,7 +300,7 @@ TEST_F(Sink, ASlotIsLentToOneAtATime) {
 }
 
 // Naive: the first product is written over what it reads.
-TEST_F(Sink, AProductThatReadsTheSlotIsFormedBesideIt) {
+TEST_F(Sink, AProductThatReadsTheSlotIsFormedInOtherMemory) {
   const auto id = slot();
   Counted counted;
   auto product = counted.product(2);

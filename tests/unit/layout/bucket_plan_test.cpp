@@ -207,7 +207,7 @@ TEST(ModelPlan, UnitsSendTheBytesOfTheDocumentation) {
 }
 
 // dp_shard 4 x tp 2 = dp_shard_mod_ep 2 x ep 4: a norm is summed over all eight ranks, a column
-// over four, an expert over two, one that nobody shares is sent nowhere.
+// over four, an expert over two, one that no other rank shares is sent nowhere.
 TEST(ModelPlan, ABucketLiesOverTheRanksOfItsOwnAxes) {
   PlanOptions options{4, 64};
   options.mesh = {MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 2, 4, 1)};

@@ -125,7 +125,7 @@ TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
   EXPECT_THAT(refusal_of([&] { (void)reductions_of({MeshKind::kDense, {}, twice}, wide, "w"); }),
               Says("w: ", "overlap"));
   EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("dp_shard", 4)}}), Says("dp_shard"));
-  // Experts that lie whole on every rank owe data sums alone.
+  // Experts that are whole on every rank need data sums alone.
   const DataAxes whole({MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 8, 1, 1)});
   EXPECT_EQ(to_string(reductions_of({MeshKind::kSparse, {}, {}}, whole, "w")),
             "sum over dp_shard_mod_ep, / 4");
