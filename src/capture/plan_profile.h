@@ -42,7 +42,7 @@ constexpr void fields(V& visit, Of<UnitCost>) {
 }
 
 /// Of a layer's forward what is computed again where products of weights are kept: norms, rotations,
-/// attention itself, activations. As measured of a dense model (docs/performance.md, "Measured":
+/// attention itself, activations. As measured of a dense model (docs/measured/speed_cpu.md:
 /// 1.09 times the step beside 1.28 times); nothing is run to know it better.
 inline constexpr double kSelectiveShare = 1.0 / 3.0;
 /// What a unit's forward takes once more.

@@ -102,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, AccumulationTable,
                                            Ranks{3, 3}, Ranks{4, 2}),
                          name_of);
 
-// FSDP2 gives 0 in some cells of its table (docs/numerics.md); here every cell is 1, and one answer
+// FSDP2 gives 0 in some cells of its table (docs/measured/precision.md); here every cell is 1, and one answer
 // of all schedules is what makes a schedule a matter of speed alone.
 TEST_P(AccumulationTable, IsOneInEveryCellByDefault) {
   for (const auto& row : kRows) run_all(row, policy_of(row), {256, 1, -256}, 1, "default");

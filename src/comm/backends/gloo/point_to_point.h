@@ -1,7 +1,7 @@
 // Collectives as transfers between pairs of ranks: what the Gloo backend consists of.
 //
 // Gloo's own all-gather copies everything once more and its reduce-scatter is a clone and a full
-// all-reduce (docs/performance.md), and both match by order alone. Here every slice goes straight
+// all-reduce (docs/communication.md, Backends), and both match by order alone. Here every slice goes straight
 // from its place into its place, sums are formed in rank order (kernels/kernels.h), and every
 // transfer carries a tag made from what the collective is, so that two different ones never meet.
 // All work is done by Gloo's device thread and by the threads that issue and wait. Next: gloo.h.
