@@ -33,13 +33,14 @@ std::vector<Fault> faults_of_states() {
   const Degrees shards{.tp = kRanksOfTp};
   const Degrees whole{.tp = kRanksOfTp, .sequence = false};
   const ParameterLayout everywhere{.axes = {AxisPlacement::invariant("tp", kRanksOfTp)}};
-  const Changes narrow{.parts = [](const RankParts& rank) {
-    on_contracts(rank, "linear_attn.A_log", compute_narrow);
-  }};
+  const auto narrow = [](const std::string& parameter) {
+    return Changes{
+        .parts = [=](const RankParts& rank) { on_contracts(rank, parameter, compute_narrow); }};
+  };
   return {
       {"DecayInBFloat16", "The logarithm of a state's decay is computed with in bf16",
-       "NeMo Automodel #2484", kHybrid, Degrees{.shard = 2}, narrow, CaughtBy::kGradients,
-       "linear_attn.A_log"},
+       "NeMo Automodel #2484", kHybrid, Degrees{.shard = 2}, narrow("linear_attn.A_log"),
+       CaughtBy::kGradients, "linear_attn.A_log"},
       {"StateOverBorders", "A state is carried over the borders of documents",
        "NeMo Automodel #2147, torchtitan #3892", kHybrid, shards,
        without_borders(nn::StatePart::kRecurrence), CaughtBy::kGradients,
@@ -61,9 +62,16 @@ std::vector<Fault> faults_of_states() {
       {"GatedNormUnreduced", "The norm of cut value heads counts as Invariant",
        "next to SkyRL #2226", kHybrid, whole, misplaced("linear_attn.norm", everywhere),
        CaughtBy::kInvariance, "linear_attn.norm.weight"},
+      {"DecayOfStateSpaceInBFloat16", "The logarithm of Mamba-2's decay is computed with in bf16",
+       "NeMo Automodel #2484", kMamba, Degrees{.shard = 2}, narrow("mixer.A_log"),
+       CaughtBy::kGradients, "mixer.A_log"},
       {"StateSpaceOverBorders", "The state of Mamba-2 is carried over the borders of documents",
        "NeMo Automodel #2147", kMamba, shards, without_borders(nn::StatePart::kRecurrence),
        CaughtBy::kGradients, "mixer.in_proj.weight", Setting::kPacked},
+      {"ConvolutionOfStateSpaceOverBorders", "The convolution of Mamba-2 sees the document before",
+       "NeMo Automodel #2147, torchtitan #3892", kMamba, shards,
+       without_borders(nn::StatePart::kConvolution), CaughtBy::kGradients, "mixer.conv1d.weight",
+       Setting::kPacked},
       {"InputsOfOtherGroups",
        "Rows of [gate \\| x \\| B \\| C \\| dt] are cut as rows of one matrix", "Megatron-LM #1989",
        kMamba, shards, misplaced("mixer.in_proj", cut_in({})), CaughtBy::kGradients,
