@@ -183,6 +183,34 @@ TEST_P(PackedModel, StartsThatFitNoDocumentAreRefused) {
   EXPECT_THROW(model_->check_values(inputs), Error);
 }
 
+/// Families with layers that keep a state.
+class PackedStates : public PackedModel {};
+
+// A chunk of the delta rule has at most 64 positions, one of the folder's Mamba-2 layers 32: the first and the
+// last document are longer than either, and no border is a chunk's.
+TEST_P(PackedStates, DocumentsLongerThanAChunkAreThoseOfTheDocumentsAlone) {
+  constexpr std::int64_t kFirst = 70, kSecond = 3;
+  const Cut both = cut({kFirst, kSecond, ids_.numel() - kFirst - kSecond});
+  ASSERT_GT(both.alone.back().input_ids.size(1), kFirst);
+  const Sums expected = sums_of(*model_, both.alone);
+  for (const RecomputeMode mode :
+       {RecomputeMode::kNone, RecomputeMode::kFull, RecomputeMode::kSelective}) {
+    model_->set_recompute(mode);
+    expect_alike(sums_of(*model_, {both.packed}), expected, "longer than a chunk");
+  }
+}
+
+std::string name_of_folder(const ::testing::TestParamInfo<const char*>& folder) {
+  std::string name = folder.param;
+  for (char& c : name) c = c == '-' ? '_' : c;
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Folders, PackedStates,
+                         ::testing::Values("qwen3-next-fp32", "qwen3-5-text-fp32",
+                                           "nemotron-h-fp32"),
+                         name_of_folder);
+
 INSTANTIATE_TEST_SUITE_P(
     Folders, PackedModel,
     ::testing::Values("qwen3-fp32", "llama-fp32", "qwen2-fp32", "mistral-fp32", "qwen3-moe-fp32",
@@ -191,11 +219,7 @@ INSTANTIATE_TEST_SUITE_P(
                       "llama4-text-fp32", "mixtral-fp32", "olmo2-fp32", "granite-fp32",
                       "smollm3-fp32", "phi3-fp32", "phi4-mini-fp32", "kimi-k2-fp32",
                       "qwen3-next-fp32", "qwen3-5-text-fp32", "nemotron-h-fp32"),
-    [](const auto& folder) {
-      std::string name = folder.param;
-      for (char& c : name) c = c == '-' ? '_' : c;
-      return name;
-    });
+    name_of_folder);
 
 }  // namespace
 }  // namespace tessera::models::packed_model_test
