@@ -11,7 +11,9 @@
 // both losses side by side. They are equal bit for bit, since both loops add the same gradients in
 // the same order (see plain_loop below).
 #include <tessera/tessera.h>
-#include <torch/torch.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
 
 #include <cstdio>
 #include <cstdlib>
