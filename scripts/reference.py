@@ -35,9 +35,9 @@ SUBJECTS = {
 LABEL = re.compile(r"(?:^ ?|(?<=[.):`]) )((?:Errors|Collective|Threads|Memory|Bytes|Shapes|Units|Placement|State|"
                    r"Source|Next)(?:[^.:;]{0,60}:|(?=[.,])))")
 COMMENT = re.compile(r"(\s*///)(?!<)(.*)")
-# What a class has because C++ wants it said; a reader expects nothing else.
+# What a class has because C++ wants it said; a reader expects nothing else, unless a comment stands with it.
 EXPECTED = re.compile(r"^\s*(?:~?\w+\(.*\)|\w+& operator=\(.*\)|bool operator==\(.*\) const)(?: noexcept)?"
-                      r" = (?:default|delete);"
+                      r" = (?:default|delete);$"
                       r"|^\s*(?:virtual )?~\w+\(\)(?: override)?;$|^\s*(?:friend|class) \w[\w:]*;")
 
 
@@ -60,7 +60,7 @@ def as_read(text):
         elif in_detail or line == "namespace detail {":
             in_detail = not line.startswith("}  // namespace detail")
             yield ""
-        elif EXPECTED.match(line):
+        elif EXPECTED.match(line) and not COMMENT.match(before):
             yield ""
         else:
             comment = COMMENT.match(line)
@@ -114,6 +114,18 @@ def names_of(tagfile):
     return sorted(found, key=lambda one: (one[0].lower(), one))
 
 
+def types_by_name(text, names):
+    """Doxygen's list of types without its rows of namespaces, by full name."""
+    rows = {}
+    for row in re.findall(r"<tr\b.*?</tr>", text, flags=re.DOTALL):
+        place = re.search(r'<a class="el" href="([^"]+)"', row)
+        if place and place.group(1) in names:
+            name = names[place.group(1)]
+            rows[name] = re.sub(r'(<a class="el"[^>]*>)[^<]*', rf"\g<1>{name}", row, count=1)
+    table = "\n".join(rows[name] for name in sorted(rows, key=str.lower))
+    return re.sub(r'(?<=<table class="directory">).*?(?=</table>)', lambda _: table, text, flags=re.DOTALL)
+
+
 def finish(folder):
     """Writes names.html, and tidies Doxygen's pages."""
     names = names_of(folder.parent / "docs.input/names.xml")
@@ -131,6 +143,8 @@ def finish(folder):
             path.unlink()
         elif path.suffix == ".html":
             text = path.read_text()
+            if path.name == "annotated.html":
+                text = types_by_name(text, {where: name for name, where, kind in names if kind in ("class", "struct")})
             text = re.sub(r" (?:File|Namespace|(?:Class|Struct)(?: Template)?) Reference(?=<| - )", "", text)
             for useless in ('<h2 class="groupheader"> </h2>', '<span class="mlabel">strong</span>'):
                 text = text.replace(useless, "")

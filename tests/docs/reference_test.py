@@ -27,6 +27,8 @@ class Box {
  public:
   Box(const Box&) = delete;
   ~Box();
+  /// Moves it.
+  Box(Box&&) = default;
   /// Adds to it, over
   /// lines. Collective, between steps. Errors:
   /// kIo.
@@ -51,6 +53,8 @@ class Box {
  public:
 
 
+  /** Moves it. */
+  Box(Box&&) = default;
   /// Adds to it, over
   /// lines. \labelled{Collective}, between steps. \labelled{Errors:}
   /// kIo.
@@ -83,12 +87,22 @@ class Reference(unittest.TestCase):
             tags = pathlib.Path(folder) / "names.xml"
             tags.write_text('<tagfile><compound kind="class"><name>tessera::Box</name><filename>box.html</filename>'
                             '<member kind="function"><name>add</name><anchorfile>box.html</anchorfile>'
-                            '<anchor>a1</anchor></member></compound><compound kind="file"><name>box.h</name><member kind="function">'
+                            '<anchor>a1</anchor></member></compound><compound kind="file"><name>box.h</name>'
+                            '<member kind="function">'
                             "<name>make_box</name><anchorfile>box_h.html</anchorfile><anchor>a2</anchor></member>"
                             '</compound><compound kind="page"><name>index</name></compound></tagfile>')
             self.assertEqual(reference.names_of(tags), [
                 ("Box", "box.html", "class"), ("Box::add", "box.html#a1", "function"),
                 ("make_box", "box_h.html#a2", "function")])
+
+    def test_types_are_listed_by_full_name_without_namespaces(self):
+        rows = ['<tr id="0"><td class="entry"><b>tessera</b></td></tr>',
+                *(f'<tr id="1"><td class="entry"><a class="el" href="{place}" target="_self">{name}</a></td></tr>'
+                  for name, place in (("Roots", "r.html"), ("Box", "b.html")))]
+        text = reference.types_by_name(f'<p><table class="directory">{"".join(rows)}</table></p>',
+                                       {"r.html": "Stage::Roots", "b.html": "Box"})
+        shown = rows[2] + "\n" + rows[1].replace(">Roots<", ">Stage::Roots<")
+        self.assertEqual(text, f'<p><table class="directory">{shown}</table></p>')
 
     def test_without_doxygen_the_script_says_what_installs_it(self):
         with tempfile.TemporaryDirectory() as folder:
