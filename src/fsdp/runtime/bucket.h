@@ -85,7 +85,7 @@ class Bucket : public grad::SlotOwner {
 
   // --- gradients: the slots of plan().parameters, by index (grad/sink.h) ---
   View open_slot(std::size_t index) override;
-  /// The slot is shared to one caller at a time, until end_loan().
+  /// Shares the slot with one caller at a time, until end_loan().
   at::Tensor share_slot(std::size_t index) override;
   void end_loan(std::size_t index, bool arrived) override;
   void tickets_changed(int delta) override;

@@ -57,7 +57,7 @@ struct Parameter : std::enable_shared_from_this<Parameter> {
   std::vector<int> coordinates;      ///< this rank's, on contract.layout.axes
   std::int64_t place_in_model = -1;  ///< see ShardView
   bool used = false;       ///< a gradient arrived here since gradients were last published
-  bool published = false;  ///< shard.grad() is ours
+  bool published = false;  ///< the runtime has set shard.grad()
   bool lost = false;       ///< a failure lost its gradient, and zero_grad() was not called since
   at::Tensor seen_grad;    ///< shard.grad() as record_published() found it, and its version
   std::uint32_t seen_version = 0;
