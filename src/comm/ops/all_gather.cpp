@@ -7,7 +7,7 @@
 namespace tessera::comm {
 namespace {
 
-/// Every slice straight from its place into its place.
+/// Sends this rank's slice from the buffer directly into the buffer of every other rank.
 class AllGatherSteps final : public Steps {
  public:
   explicit AllGatherSteps(const AllGather& op, int ranks)

@@ -4,11 +4,12 @@
 
 namespace tessera::comm {
 
-/// In place: `buffer` is contiguous, numel = size() x slice; rank r's slice is at r x slice, the
-/// own slice is filled by the caller. Bytes a rank sends: (size - 1) x slice bytes.
+/// Gathers one slice of every rank, in place. `buffer` is contiguous and holds size() slices; rank
+/// r's slice begins at element r x slice. The caller fills the slice of its own rank. Bytes a rank
+/// sends: (size - 1) slices.
 struct AllGather {
   at::Tensor buffer;
-  std::uint32_t bucket = 0;  ///< of its unit, for traces
+  std::uint32_t bucket = 0;  ///< index within the unit, for traces
 
   const at::Tensor& first_tensor() const { return buffer; }
   OpFacts facts() const;

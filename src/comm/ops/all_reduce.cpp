@@ -10,7 +10,8 @@
 namespace tessera::comm {
 namespace {
 
-/// Up to this many bytes of all addends every rank sends its own to every other: one round, not two.
+/// The most bytes of all addends together for which one round suffices: each rank sends all of its
+/// addends to every other rank.
 constexpr std::int64_t kOneRoundBytes = std::int64_t{256} << 10;
 
 kernels::HostSum into_result(const AllReduce& op, const layout::Range& part) {
@@ -22,7 +23,7 @@ kernels::HostSum into_result(const AllReduce& op, const layout::Range& part) {
 
 layout::Range all_of(const AllReduce& op) { return {0, op.data.numel()}; }
 
-/// Everything to everyone, or each rank sums a part and sends it round.
+/// Sends in one or two rounds: in_two_rounds().
 class DirectSumSteps final : public Steps {
  public:
   DirectSumSteps(const AllReduce& op, int ranks, int self)
@@ -67,12 +68,12 @@ class DirectSumSteps final : public Steps {
   const AllReduce& op_;
   const int ranks_;
   const bool in_two_;
-  const layout::Range mine_;        ///< what this rank sums
+  const layout::Range mine_;        ///< the part that this rank sums
   const std::int64_t element_;      ///< bytes of an addend
   const std::int64_t sum_element_;  ///< bytes of a sum
 };
 
-/// A gather of all addends, which every rank adds in rank order.
+/// Gathers the addends of all ranks by relay; then every rank adds them in rank order.
 class RelayedSumSteps final : public RelayedGatherSteps {
  public:
   RelayedSumSteps(const AllReduce& op, int ranks)
@@ -143,7 +144,7 @@ void AllReduce::run_on_devices(const std::vector<const AllReduce*>& ranks) {
   for (const auto* one : ranks) {
     addends.push_back(one->data.view(-1).to(first.device(), /*non_blocking=*/true));
   }
-  // Beside all results, where others' addends may lie.
+  // A tensor of its own: in place, a result is also an addend of the other ranks' sums.
   const at::Tensor sum = at::empty({first.numel()}, first.options());
   kernels::sum_in_rank_order(addends, sum, /*adds=*/false);
   for (const auto* to : ranks) to->result().view(-1).copy_(sum, /*non_blocking=*/true);

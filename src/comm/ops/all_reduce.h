@@ -5,20 +5,22 @@
 
 namespace tessera::comm {
 
-/// How what everyone sends to everyone travels: straight, in one round of size - 1 messages, or
-/// over other ranks, in ceil(log2 size) rounds of one message (relay.h). The bytes are the same.
+/// How addends that every rank sends to every other rank travel: directly, in one round of size - 1
+/// messages, or relayed by other ranks, in ceil(log2 size) rounds of one message (relay.h). The
+/// bytes are the same.
 enum class Route : std::uint8_t { kDirect, kRelayed };
 
-/// Sum over ranks of `data`, in rank order, the same bits on every rank: in place, or into `output`
-/// (as many elements, the dtype in which sums are formed; `data` is left as it was). Every addend
-/// is widened to the result's dtype before it is added, so addends travel in `data`'s dtype. Bytes
-/// a rank sends, for size H: (H - 1) x data for H = 2 or up to 256 KiB in all; else (H - 1) / H x
-/// (data + result), since sums travel as they are: rounding them again would be one rounding more
-/// than a reduce-scatter has.
+/// Sums `data` over ranks, in rank order, with the same bits on every rank. The sum is formed in
+/// place, or in `output`: it has as many elements, its dtype is the one of the sums, and `data` is
+/// unchanged. Addends travel in the dtype of `data` and are widened to the result's dtype before
+/// they are added. Bytes a rank sends, for size H: (H - 1) x data where H is 2 or all addends
+/// together have at most 256 KiB; else (H - 1) / H x (data + result). In the second case sums
+/// travel in the result's dtype: to round them for the wire would be one rounding more than a
+/// reduce-scatter has.
 struct AllReduce {
   at::Tensor data;
   at::Tensor output = {};        ///< undefined: in place
-  Route route = Route::kDirect;  ///< up to 256 KiB in all; what is larger goes straight
+  Route route = Route::kDirect;  ///< kRelayed is ignored where in_two_rounds()
   const at::Tensor& result() const { return output.defined() ? output : data; }
 
   const at::Tensor& first_tensor() const { return data; }
@@ -34,9 +36,10 @@ struct AllReduce {
   void deliver(const AllReduce& to) const;
 };
 
-/// Whether each rank sums a stretch and sends it round; else everyone sends everything to everyone.
+/// Whether each rank sums one part and sends the sum to all others, in a second round. Otherwise
+/// every rank sends all of its data to every other rank.
 bool in_two_rounds(const AllReduce& op, int ranks);
-/// What `rank` sums of an all-reduced tensor that travels in two rounds: parts as equal as can be.
+/// The part that `rank` sums in an all-reduce of two rounds. Parts differ by one element at most.
 layout::Range summed_by(const AllReduce& op, int ranks, int rank);
 
 }  // namespace tessera::comm

@@ -75,7 +75,7 @@ std::unique_ptr<Steps> AllToAll::steps(int /*ranks*/, int /*rank*/) const {
 }
 
 void AllToAll::run_on_devices(const std::vector<const AllToAll*>& ranks) {
-  std::vector<std::int64_t> taken(ranks.size(), 0);  // of each sender's input
+  std::vector<std::int64_t> taken(ranks.size(), 0);  // elements of each sender's input so far
   for (std::size_t to = 0; to < ranks.size(); ++to) {
     std::int64_t filled = 0;
     for (std::size_t from = 0; from < ranks.size(); ++from) {

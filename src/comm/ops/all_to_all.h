@@ -4,10 +4,11 @@
 
 namespace tessera::comm {
 
-/// Every rank sends a stretch of its own to every rank. `input` holds them in rank order, sends[r]
-/// elements for rank r; `output` takes them in rank order, receives[r] elements from rank r. What r
-/// expects of s is what s sends to r: both know it beforehand (counts travel in another exchange).
-/// Bytes a rank sends: all of `input` but its own stretch.
+/// Every rank sends a different range of its input to each rank. `input` holds these ranges in the
+/// order of the receiving ranks, sends[r] elements for rank r. `output` receives ranges in the
+/// order of the sending ranks, receives[r] elements from rank r. receives[s] on rank r equals
+/// sends[r] on rank s: the ranks exchange these counts beforehand. Bytes a rank sends: all of
+/// `input` but the range for itself.
 struct AllToAll {
   at::Tensor input;
   std::vector<std::int64_t> sends;

@@ -6,7 +6,7 @@
 namespace tessera::comm {
 namespace {
 
-/// Straight from the source to every other rank.
+/// Sends from the source to every other rank directly.
 class BroadcastSteps final : public Steps {
  public:
   explicit BroadcastSteps(const Broadcast& op) : op_(op) {}

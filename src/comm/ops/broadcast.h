@@ -4,11 +4,11 @@
 
 namespace tessera::comm {
 
-/// In place: `data` of the rank `source` (index) on every rank. Bytes a rank sends: (size - 1) x
-/// data from the source, nothing from the others.
+/// Copies `data` of the rank `source` to every rank, in place. Bytes a rank sends: (size - 1) x
+/// data from the source, none from the others.
 struct Broadcast {
   at::Tensor data;
-  int source = 0;
+  int source = 0;  ///< index within the group
 
   const at::Tensor& first_tensor() const { return data; }
   OpFacts facts() const;

@@ -32,7 +32,7 @@ std::vector<DeviceLease> device_leases(const AllReduce& op, int ranks, int rank)
 
 namespace {
 
-/// `addends`: those of all ranks, one behind the other.
+/// `addends` holds the addends of all ranks, in rank order.
 void sum_of_ranks(const at::Tensor& addends, int ranks, const at::Tensor& result, bool adds) {
   kernels::sum_in_rank_order(addends.view({ranks, result.numel()}).unbind(), result, adds);
 }

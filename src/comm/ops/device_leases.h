@@ -1,6 +1,8 @@
-// Blocks of device memory that a collective takes beside its tensors where NCCL's own sum would have
-// other bits (backends/nccl), which a dry run counts. An operation without an answer here does not
-// compile there.
+// Device leases: blocks of device memory that a collective needs in addition to its tensors.
+//
+// The NCCL backend takes them where NCCL's own sum would have different bits (backends/nccl); a dry
+// run counts them. Both call device_leases() for every operation, so one without an overload below
+// does not compile.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,17 +19,19 @@
 
 namespace tessera::comm {
 
-/// One block, from the group's pool until the op has ended.
+/// One block of the group's pool, which the op has until it ends.
 struct DeviceLease {
   std::int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
 };
 
-/// On a rank (the second number) of so many. A sum in a wider dtype: what all ranks send. Of the same
-/// dtype: the sum, where it is to be added.
+/// The blocks that `rank` of `ranks` ranks needs. Where the output's dtype is wider than the
+/// input's: one block for the addends of all ranks. Where both are the same and the op adds to the
+/// output: one block for the sum. Otherwise none.
 std::vector<DeviceLease> device_leases(const ReduceScatter& op, int ranks, int rank);
-/// A sum in a wider dtype, in one round: what all ranks send. In two: what they send of this rank's
-/// part, and all parts' sums.
+/// Needs blocks only where the result's dtype is wider. In one round: one block for the addends of
+/// all ranks. In two rounds: one for their addends of this rank's part, one for the sums of all
+/// parts.
 std::vector<DeviceLease> device_leases(const AllReduce& op, int ranks, int rank);
 inline std::vector<DeviceLease> device_leases(const AllGather&, int, int) { return {}; }
 inline std::vector<DeviceLease> device_leases(const AllToAll&, int, int) { return {}; }
@@ -35,16 +39,21 @@ inline std::vector<DeviceLease> device_leases(const Broadcast&, int, int) { retu
 inline std::vector<DeviceLease> device_leases(const RelayedGather&, int, int) { return {}; }
 inline std::vector<DeviceLease> device_leases(const Combine&, int, int) { return {}; }
 
-/// Launches the sums once the peers' addends are there, in the blocks of device_leases(), in
-/// rank order.
+/// Launches the sums, in rank order. `leased` are the blocks of device_leases(), which hold the
+/// addends of all ranks by then.
 void sum_leased(const ReduceScatter& op, const std::vector<at::Tensor>& leased, int ranks);
-/// In two rounds: of this rank's part. All parts are to be gathered behind it, and then taken.
+/// In two rounds it sums this rank's part only. The caller then gathers all parts and calls
+/// take_gathered().
 void sum_leased(const AllReduce& op, const std::vector<at::Tensor>& leased, int ranks, int rank);
+/// Copies the gathered sums of all parts into the result.
 void take_gathered(const AllReduce& op, const std::vector<at::Tensor>& leased);
 
-/// In two rounds each rank sums a part: how many elements the longest has, and a rank's own. All but the
-/// last ones have one length, as NCCL's gather of the sums wants (summed_by() spreads the rest evenly).
+/// The number of elements of the longest part in an all-reduce of two rounds, where each rank sums
+/// one part. Only the last parts may be shorter, because NCCL gathers parts of one length;
+/// summed_by(), for other backends, spreads the remainder evenly.
 std::int64_t longest_part(const AllReduce& op, int ranks);
+/// The number of elements of the part that `rank` sums. Shorter than longest_part() at the end
+/// only.
 std::int64_t part_of_rank(const AllReduce& op, int ranks, int rank);
 
 }  // namespace tessera::comm

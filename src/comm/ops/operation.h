@@ -1,10 +1,10 @@
-// What a collective operation is: one struct with everything that is known about it, one file each
-// (the two of control messages share relayed.h).
+// Operation: the concept that every collective operation models.
 //
-// A group takes a batch of them as a variant (group.h), and whoever does something with an op
-// visits it, so an operation that lacks an answer does not compile. Operation, below, lists the
-// answers. How one travels between pairs of ranks is its Steps (steps.h); NCCL has its own calls
-// (backends/nccl). Next: all_gather.h, the simplest.
+// An operation (op) is one struct in one file; the two operations of control messages share
+// relayed.h. The struct holds the op's tensors and has the functions that Operation, below, lists.
+// A batch holds ops as variants (group.h) and code visits them, so an operation that lacks a
+// function does not compile. The Steps of an op (steps.h) say how it travels between pairs of
+// ranks; NCCL has its own calls (backends/nccl). Next: all_gather.h, the simplest operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,7 +34,7 @@ std::string_view to_string(Kind kind);
 
 enum class Into : std::uint8_t { kOverwrite, kAdd };
 
-/// What of an op must agree over ranks, and is printed.
+/// The properties of an op that must agree over ranks. Errors and logs print them.
 struct OpFacts {
   Kind kind = Kind::kAllGather;
   std::int64_t bytes = 0;  ///< of the whole buffer; 0 for an all-to-all, where ranks differ
@@ -43,7 +43,7 @@ struct OpFacts {
   bool relayed = false;
 };
 
-/// The batch of an op that is checked.
+/// The properties of a batch against which its ops are checked.
 struct CheckedBatch {
   Kind kind;
   std::string_view unit;
@@ -53,9 +53,9 @@ struct CheckedBatch {
   void require_usable(const at::Tensor& tensor) const;
 };
 
-/// Makes a tensor that stands in for `of` while an op runs, with its sizes and dtype; and with its
-/// values, where the op does not overwrite all of them.
+/// Whether a twin must have the values of its tensor, or the op overwrites all of them.
 enum class Values : std::uint8_t { kKept, kOverwritten };
+/// Makes a twin: a tensor with the sizes and dtype of `of` that replaces it while an op runs.
 using MakeTwin = std::function<at::Tensor(const at::Tensor& of, Values values)>;
 
 class Steps;
@@ -64,25 +64,30 @@ template <class Op>
 concept Operation =
     requires(const Op& op, const CheckedBatch& batch, const std::vector<const Op*>& of_all_ranks,
              const MakeTwin& make, int number) {
-      { op.first_tensor() } -> std::convertible_to<const at::Tensor&>;  ///< what goes out
+      /// Returns the tensor that holds what this rank sends.
+      { op.first_tensor() } -> std::convertible_to<const at::Tensor&>;
       { op.facts() } -> std::same_as<OpFacts>;
-      { op.bucket_or(std::uint32_t{}) } -> std::same_as<std::uint32_t>;  ///< its number in traces
-      /// Errors: kInternal for tensors whose sizes, dtypes or places do not fit.
+      /// Returns the op's bucket, for traces; the argument where the op belongs to no bucket.
+      { op.bucket_or(std::uint32_t{}) } -> std::same_as<std::uint32_t>;
+      /// Errors: kInternal for tensors whose sizes, dtypes or devices do not fit.
       { op.check(batch) };
-      /// By one rank (the second number) of so many, to all others together.
+      /// sent_bytes(ranks, rank): the bytes that `rank` sends to all other ranks together.
       { op.sent_bytes(number, number) } -> std::same_as<std::int64_t>;
-      /// Whether it travels over other ranks (relay.h) of so many.
+      /// is_relayed(ranks): whether other ranks pass its messages on (relay.h).
       { op.is_relayed(number) } -> std::same_as<bool>;
-      /// The whole of it in a group of one rank, on any device.
+      /// Runs the op in a group of one rank, on any device.
       { op.run_alone() };
-      /// How a rank (the second number) of so many sends and receives it. The op outlives them.
+      /// steps(ranks, rank): the sends and receives of `rank`. The op must outlive them.
       { op.steps(number, number) } -> std::same_as<std::unique_ptr<Steps>>;
-      /// Runs all of it by tensor operations on the current stream of each rank's device, which is
-      /// ordered after all that made the tensors. Adds in rank order: the same bits.
+      /// Runs the ops of all ranks together, by tensor operations on the current stream of each
+      /// rank's device. These streams are ordered after everything that made the tensors. Adds in
+      /// rank order, so that the bits are those of other backends.
       { Op::run_on_devices(of_all_ranks) };
-      /// With twins of its tensors, and the results of such a one back in place: launched on the current
-      /// stream, where they are on a device.
+      /// Returns the same op over twins of its tensors. Copies on a device go to the current
+      /// stream.
       { op.cloned(make) } -> std::same_as<Op>;
+      /// Copies the results of this op, a clone, into the tensors of the original op (the
+      /// argument).
       { op.deliver(op) };
     };
 

@@ -4,15 +4,16 @@
 
 namespace tessera::comm {
 
-/// `input` [size x slice] in the wire dtype, `output` [slice] in the accumulation dtype:
-/// output (=, +=) sum over ranks, in rank order, of their input's slice of this rank; every addend
-/// is widened to the output's dtype before it is added. `input` is left as it was; neither may be
-/// accessed before wait() returned. Bytes a rank sends: (size - 1) x slice bytes.
+/// Sums slice r of every rank's input into the output of rank r, in rank order. `input`
+/// [size x slice] has the wire dtype, `output` [slice] the accumulation dtype: every addend is
+/// widened to it before it is added. `into` says whether the sum overwrites the output or is added
+/// to it. `input` is unchanged. The caller accesses neither tensor before wait() has returned.
+/// Bytes a rank sends: size - 1 slices.
 struct ReduceScatter {
   at::Tensor input;
   at::Tensor output;
   Into into = Into::kOverwrite;
-  std::uint32_t bucket = 0;  ///< of its unit, for traces
+  std::uint32_t bucket = 0;  ///< index within the unit, for traces
 
   const at::Tensor& first_tensor() const { return input; }
   OpFacts facts() const;

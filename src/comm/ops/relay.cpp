@@ -25,7 +25,7 @@ std::vector<int> partners(int rank, int ranks) {
 
 std::vector<std::vector<int>> waves(int rank, int ranks, int most) {
   std::vector<std::vector<int>> all;
-  // Ranks at one distance, in front and behind, belong together.
+  // The two ranks at one distance, one after and one before this rank, are in the same wave.
   for (int distance = 1; 2 * distance <= ranks; ++distance) {
     if ((distance - 1) % (most / 2) == 0) all.emplace_back();
     const int after = (rank + distance) % ranks;

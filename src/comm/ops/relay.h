@@ -1,10 +1,11 @@
-// Relay: how a small message goes from everyone to everyone in ceil(log2 N) rounds.
+// Relay: the pattern by which every rank sends a small message to every other rank in
+// ceil(log2 N) rounds.
 //
-// The dissemination pattern, for any number of ranks: in round k each rank sends to the one 2^k
-// after it and receives from the one 2^k before it. What can be combined on the way (bits that any
-// rank sets) keeps its size; what everyone needs of everyone (a gather) doubles each round, and
-// comes to as many bytes as if all had sent to all, in log2 N messages instead of N - 1. Large
-// collectives stay direct: their bytes cost more than their messages, and a sum in rank order
+// It is the dissemination pattern, for any number N of ranks: in round k each rank sends to the
+// rank 2^k after it and receives from the rank 2^k before it. A message that is combined on the way
+// (bits that any rank sets) keeps its size. A gather doubles its size each round: it takes as many
+// bytes as if every rank had sent to every other rank, in log2 N messages instead of N - 1. Large
+// collectives are sent directly: their bytes cost more than their messages, and a sum in rank order
 // cannot be formed on the way. Pure. Next: steps.h.
 #pragma once
 
@@ -13,6 +14,7 @@
 
 namespace tessera::comm::relay {
 
+/// The ranks to which and from which a rank sends and receives in one round.
 struct Round {
   int to = 0;
   int from = 0;
@@ -21,35 +23,39 @@ struct Round {
 int rounds(int ranks);
 Round round_of(int round, int rank, int ranks);
 
-/// With whom a rank exchanges something in any round, ascending.
+/// The ranks with which `rank` exchanges a message in some round, ascending.
 std::vector<int> partners(int rank, int ranks);
 
-/// All other ranks in chunks of at most `most` (2 or more), the nearest first: two ranks stand
-/// in each other's wave of the same number, so nobody waits for one that is at another wave for
-/// ever.
+/// Divides all other ranks into waves of at most `most` (2 or more), the nearest ranks first. If
+/// rank a is in the k-th wave of rank b, then b is in the k-th wave of a: ranks that connect wave
+/// by wave never wait for each other in different waves.
 std::vector<std::vector<int>> waves(int rank, int ranks, int most);
 
-/// Of a gather: every rank keeps the parts in the order in which they come to it, its own first,
-/// then that of the rank before it, and so on round.
+/// The rank whose part of a gather is at `place` on `rank`. Each rank stores the parts in the order
+/// in which they arrive: its own first, then that of the rank before it, and so on, cyclically.
 int rank_at(int place, int rank, int ranks);
+/// The place on `rank` of the part of rank `part`: the inverse of rank_at().
 int place_of(int part, int rank, int ranks);
 
-/// Places that are sent in a round, [0, n), and that they take at the receiver, [2^round, + n).
+/// The number n of parts of a gather that are sent in a round. The sender reads them from its
+/// places [0, n); the receiver stores them at its places [2^round, 2^round + n).
 int parts_sent(int round, int ranks);
 
-/// Where each place begins, and where the last one ends, if rank r's part is lengths[r] long.
+/// The offsets at which the places of a gather begin on `rank`, and the end of the last one, where
+/// the part of rank r has lengths[r] bytes.
 std::vector<std::int64_t> begins(const std::vector<std::int64_t>& lengths, int rank);
 
-/// One round of a sum of whole numbers. `values` and `received` are [2, n]: the sums of the 2^round
-/// ranks that end at their rank, and those of the last (ranks mod 2^round) of these, nothing at
-/// first. `received` becomes what this rank has after the round. Windows of ranks, and no rank
-/// twice: unlike bits, a number that is added twice is wrong.
+/// Combines one round of a sum of integers. `values` is this rank's state before the round, and
+/// `received` that of the sender; `received` becomes this rank's state after the round. A state is
+/// [2, n]. Row 0 holds the sums over the 2^round ranks that end at its rank, row 1 the sums over
+/// the last (ranks mod 2^round) of these, at first 0. These windows count no rank twice: a bit may
+/// be combined twice, an addend may not.
 void add_round(int round, int ranks, std::int64_t n, const std::int64_t* values,
                std::int64_t* received);
-/// Which row of [2, n] has the sum of all after the last round.
+/// The row of a state [2, n] that holds the sum over all ranks after the last round.
 int row_of_sum(int ranks);
 
-/// Of a whole gather, by `rank`.
+/// The bytes that `rank` sends in all rounds of a gather.
 std::int64_t gathered_bytes_sent(const std::vector<std::int64_t>& lengths, int rank);
 
 }  // namespace tessera::comm::relay

@@ -11,7 +11,7 @@ namespace tessera::comm {
 namespace {
 
 void refuse_devices() {
-  TESSERA_INVARIANT(false, "a message that is relayed is in the host's memory");
+  TESSERA_INVARIANT(false, "a relayed message must be in the host's memory");
 }
 
 class BytesSteps final : public RelayedGatherSteps {
@@ -71,7 +71,8 @@ void RelayedGather::deliver(const RelayedGather& to) const { to.bytes.copy_(byte
 
 namespace {
 
-/// Combines what arrives in a round with what was combined before, and sends it in the next one.
+/// Combines the values that arrive in a round with the result of the round before, and sends the
+/// new result in the next round.
 class CombineSteps final : public RelayedSteps {
  public:
   explicit CombineSteps(const Combine& op) : op_(op), bytes_(nbytes(op.values)) {}
@@ -101,7 +102,7 @@ class CombineSteps final : public RelayedSteps {
   }
 
   void deliver(Transfers& transfers) override {
-    // The first round sends the own values from where the result goes.
+    // The first round sends this rank's values from the memory that the result overwrites.
     transfers.before_overwriting(op_.values.const_data_ptr(), bytes_);
     const int ranks = transfers.size();
     const auto* all = static_cast<const std::byte*>(combined_before(transfers, rounds(ranks)));
@@ -110,7 +111,7 @@ class CombineSteps final : public RelayedSteps {
     std::copy_n(all + begin, bytes_ - begin, at_byte(op_.values, 0));
   }
 
-  /// The own values, later what came with them in.
+  /// Returns the result of the rounds before `round`: in the first round the op's values.
   const void* combined_before(Transfers& transfers, int round) const {
     if (round == 0) return op_.values.const_data_ptr();
     return transfers.aside(bytes_ * (round - 1));

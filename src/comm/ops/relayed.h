@@ -1,13 +1,14 @@
-// The operations of control messages: small, and always relayed (../relay.h).
+// The operations of control messages, which are small and always relayed (relay.h).
 #pragma once
 
 #include "comm/ops/operation.h"
 
 namespace tessera::comm {
 
-/// For small messages: everyone's bytes to everyone, relayed. `bytes` holds them in rank order,
-/// rank r's lengths[r] long; the own ones are filled by the caller. Every rank knows all lengths.
-/// Bytes a rank sends: about sum of lengths x (size - 1) / size, in ceil(log2 size) messages.
+/// Gathers the bytes of every rank, in place and relayed. `bytes` holds them in rank order,
+/// lengths[r] bytes of rank r; the caller fills those of its own rank. Every rank knows all
+/// lengths. Bytes a rank sends: about (size - 1) / size x the sum of lengths, in ceil(log2 size)
+/// messages.
 struct RelayedGather {
   at::Tensor bytes;
   std::vector<std::int64_t> lengths;
@@ -25,9 +26,10 @@ struct RelayedGather {
   void deliver(const RelayedGather& to) const;
 };
 
-/// In place, over ranks, combined on the way: bitwise or of bytes, or the sum of whole numbers
-/// (int64 [2, n]: the numbers, then as many zeros; the sums come out in the first row). Bytes a
-/// rank sends: ceil(log2 size) x values.
+/// Combines `values` over ranks, in place, while they are relayed: by the bitwise or of bytes
+/// (kAny), or by the sum of integers (kSum). For a sum `values` is int64 [2, n]: the caller fills
+/// row 0 with the numbers and row 1 with zeros, and finds the sums in row 0. Bytes a rank sends:
+/// ceil(log2 size) x values.
 struct Combine {
   enum class Way : std::uint8_t { kAny, kSum };
   at::Tensor values;

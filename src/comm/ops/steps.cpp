@@ -20,7 +20,7 @@ void add_addends(Transfers& transfers, const void* own, at::ScalarType wire,
 int RelayedSteps::rounds(int ranks) const { return relay::rounds(ranks); }
 
 void RelayedSteps::post_receives(Transfers& transfers, int round) {
-  if (round > 0) return;  // all are posted at once
+  if (round > 0) return;  // the first round posts all of them
   prepare(transfers);
   for (int later = 0; later < rounds(transfers.size()); ++later) {
     const layout::Range part = arriving(transfers, later);

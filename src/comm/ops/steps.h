@@ -1,10 +1,11 @@
-// Steps: how one op of a batch travels as sends and receives between pairs of ranks.
+// Steps: the sends and receives between pairs of ranks by which one op of a batch travels.
 //
-// An op travels in rounds: all ops of a batch post their receives of the first one, then their
-// sends; the thread that waits combines what has come and posts the next. Gloo's transport
-// (backends/gloo/exchange.h) and that of ranks which share memory (backends/in_process/together.h)
-// run the same steps; lines, tags, deadlines and errors are theirs. A small message is relayed
-// (relay.h): all receives are posted at once, each round's send when what it passes on is here.
+// An op travels in rounds. All ops of a batch post the receives of the first round, then its sends.
+// The thread that waits combines what has arrived and posts the next round. Two transports run the
+// same steps: Gloo's (backends/gloo/exchange.h), and the one of ranks that share memory
+// (backends/in_process/together.h). Connections, tags, deadlines and errors belong to the
+// transport. A relayed op (relay.h) posts all of its receives at once, and the send of a round when
+// the parts that it passes on have arrived.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,14 +29,14 @@ inline std::int64_t nbytes(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(tensor.nbytes());
 }
 
-/// Where rank `peer`'s stretch begins among chunks of `counts`.
+/// The element at which rank `peer`'s range begins, where rank r's range has counts[r] elements.
 inline std::int64_t range_begin(const std::vector<std::int64_t>& counts, int peer) {
   return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
 }
 
-/// The transport of the steps of one op on one rank. Nothing is posted for 0 bytes. Between two
-/// ranks one message travels in a round. A message of a rank to itself is copied: that rank posts
-/// both ends, the receive first. Errors: LostRank.
+/// Transports the steps of one op on one rank. In each round at most one message travels from one
+/// rank to another, and none where it has 0 bytes. A message from a rank to itself is a copy: the
+/// rank posts both ends, the receive first. Errors: LostRank.
 class Transfers {
  public:
   virtual ~Transfers() = default;
@@ -44,30 +45,33 @@ class Transfers {
 
   virtual void receive(int peer, void* to, std::int64_t bytes, int round) = 0;
   virtual void send(int peer, const void* from, std::int64_t bytes, int round) = 0;
-  /// Receives `bytes` from each other rank in the first round, outside of the op's tensors. Where
-  /// ranks share memory nothing is copied: combine() reads what was sent in its place.
+  /// Receives `bytes` from each other rank in the first round, into memory outside of the op's
+  /// tensors. Ranks that share memory copy nothing: addend() is the sender's own memory.
   virtual void receive_addends(std::int64_t bytes) = 0;
-  virtual const void* addend(int peer) = 0;  ///< for combine(): what `peer` sent so
-  /// Takes memory for the op until it is done.
+  /// The addends that receive_addends() has received from `peer`; called by combine().
+  virtual const void* addend(int peer) = 0;
+  /// Takes scratch memory, which the op has until it ends.
   virtual void take_aside(std::int64_t bytes) = 0;
+  /// The scratch memory from byte `offset` on.
   virtual std::byte* aside(std::int64_t offset) = 0;
-  /// Lets combine() overwrite `memory`: no other rank reads it any more when this returns.
+  /// Returns when no other rank reads `memory` any more, so that combine() may overwrite it.
   virtual void before_overwriting(const void* memory, std::int64_t bytes) = 0;
 };
 
-/// The rounds of one op on one rank: each posts, then combines what it has received. Threads: the
-/// first round is posted on the issuing thread, the rest happens on one that waits.
+/// The rounds of one op on one rank. Each posts receives and sends, then combines what has arrived.
+/// Threads: the issuing thread posts the first round; a thread that waits does the rest.
 class Steps {
  public:
   virtual ~Steps() = default;
   virtual int rounds(int /*ranks*/) const { return 1; }
-  /// May post what later rounds receive, too.
+  /// May also post the receives of later rounds.
   virtual void post_receives(Transfers& transfers, int round) = 0;
   virtual void post_sends(Transfers& transfers, int round) = 0;
   virtual void combine(Transfers& /*transfers*/, int /*round*/) {}
 };
 
-/// For each rank but this one, in the order in which none is everyone's first.
+/// Calls `act` for every other rank, beginning with the one after this rank: if all ranks began
+/// with rank 0, all would send to it at the same time.
 template <class Act>
 void for_successors(const Transfers& transfers, Act act) {
   for (int step = 1; step < transfers.size(); ++step) {
@@ -75,7 +79,7 @@ void for_successors(const Transfers& transfers, Act act) {
   }
 }
 
-/// For each rank but this one, ascending.
+/// Calls `act` for every other rank, ascending.
 template <class Act>
 void for_others(const Transfers& transfers, Act act) {
   for (int peer = 0; peer < transfers.size(); ++peer) {
@@ -83,10 +87,12 @@ void for_others(const Transfers& transfers, Act act) {
   }
 }
 
-/// Adds `own` and what receive_addends() has brought, in rank order.
+/// Adds `own`, this rank's addends, and those that receive_addends() has received, in rank order.
 void add_addends(Transfers& transfers, const void* own, at::ScalarType wire,
                  const kernels::HostSum& result);
 
+/// The steps of an op that is relayed (relay.h): a subclass says which bytes each round sends and
+/// where it receives.
 class RelayedSteps : public Steps {
  public:
   int rounds(int ranks) const final;
@@ -99,23 +105,25 @@ class RelayedSteps : public Steps {
     const void* from;
     std::int64_t bytes;
   };
-  virtual void prepare(Transfers& transfers) = 0;
-  /// Returns the bytes aside into which a round receives.
+  virtual void prepare(Transfers& transfers) = 0;  ///< takes scratch memory, before the first round
+  /// The range of the scratch memory, in bytes, into which a round receives.
   virtual layout::Range arriving(Transfers& transfers, int round) const = 0;
   virtual Sent sent(Transfers& transfers, int round) const = 0;
-  virtual void take_in(Transfers& /*transfers*/, int /*round*/) {}  ///< it has arrived
-  virtual void deliver(Transfers& transfers) = 0;                   ///< after the last round
+  /// Combines what a round has received.
+  virtual void take_in(Transfers& /*transfers*/, int /*round*/) {}
+  virtual void deliver(Transfers& transfers) = 0;  ///< writes the result, after the last round
 };
 
 /// Sends every rank's part to every rank.
 class RelayedGatherSteps : public RelayedSteps {
  public:
-  /// This rank's part begins at byte `own` of `tensor`, which outlives this. Rank r's is lengths[r]
-  /// bytes long.
+  /// The part of this rank begins at byte `own` of `tensor`, which must outlive this object. The
+  /// part of rank r has lengths[r] bytes.
   RelayedGatherSteps(const at::Tensor& tensor, std::vector<std::int64_t> lengths, std::int64_t own)
       : tensor_(tensor), lengths_(std::move(lengths)), own_(own) {}
 
  protected:
+  /// The received part of `rank`, in the scratch memory.
   std::byte* part_of(Transfers& transfers, int rank) const;
 
  private:
@@ -126,7 +134,7 @@ class RelayedGatherSteps : public RelayedSteps {
   const at::Tensor& tensor_;
   const std::vector<std::int64_t> lengths_;
   const std::int64_t own_;
-  std::vector<std::int64_t> begins_;  ///< of parts aside, as relay::begins()
+  std::vector<std::int64_t> begins_;  ///< relay::begins() of the parts in the scratch memory
 };
 
 }  // namespace tessera::comm
