@@ -1,8 +1,8 @@
 // A file to which a run appends while it runs: lines of metrics, lines of a log, records of events.
 //
-// Each piece is passed to the system at once. A link in place of the file is not followed, whoever
-// has placed it: neither its target's content nor the link itself is accessed. Folders on the way
-// may be links. Pure. Next: io/atomic_file.h, for files that appear whole.
+// Each piece is passed to the system at once. A link in place of the file is never followed:
+// neither its target's content nor the link itself is accessed. Folders on the way may be links.
+// Pure. Next: io/atomic_file.h, for files that appear whole.
 #pragma once
 
 #include <filesystem>
