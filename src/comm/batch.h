@@ -1,15 +1,16 @@
-// What backends share about a Batch: its text, its fingerprint, its check, what one rank sends for
-// it, the record of the latest ones, and the case of one rank.
+// Batches for all backends: their text, their fingerprint, their check, the bytes that a rank sends
+// for one, the record of the latest ones, and the case of one rank.
 //
 // The fingerprint covers everything that must agree over ranks (kinds, unit, micro-batch, bytes,
-// dtypes); the text is what is printed when it does not. Each op (ops/operation.h) works out what
-// it sends between pairs of ranks: Gloo's transport compares what it has posted with sent_bytes()
-// (backends/gloo/exchange.h); traces and tests ask the same function. Between ranks of one process
-// it is what the same ranks would send over Gloo. NCCL has its own ways.
+// dtypes); an error prints the text where it does not. Each op (ops/operation.h) computes what it
+// sends between pairs of ranks: Gloo's transport compares what it has posted with sent_bytes()
+// (backends/gloo/exchange.h); traces and tests call the same function. For ranks of one process it
+// is what the same ranks would send over Gloo. NCCL sends in its own ways.
 //
-// FlightRecorder: what one group has issued lately on this rank. Written at every collective
-// (cheap: no text is made). Its lines and hashes go to the failure watch, which compares ranks
-// (launch/wait_board.h), and name the collective in every error of a wait. Next: group.h,
+// FlightRecorder holds the latest collectives that one group has issued on this rank. It is written
+// at every collective (cheap: no text is made). The failure watch reads its lines and hashes and
+// compares ranks (launch/wait_board.h); every error of a wait names the collective by it. Next:
+// group.h,
 // ../../docs/communication.md.
 #pragma once
 
@@ -26,11 +27,11 @@
 
 namespace tessera::comm {
 
-/// A batch as it is compared and printed: without its tensors.
+/// A batch without its tensors, as it is compared and printed.
 struct Entry : Issue {
   Label label;
-  std::uint64_t sequence = 0;  ///< of its group
-  /// Equal on all ranks that mean the same collective. Into is left out: it is not on the wire.
+  std::uint64_t sequence = 0;  ///< counts the group's batches
+  /// Equal on all ranks that mean the same collective. Into is left out: it does not travel.
   std::uint64_t fingerprint = 0;
   std::vector<OpFacts> ops;
   std::uint64_t order = 0;  ///< its number in the rank's OrderLog, where there is one
@@ -41,22 +42,22 @@ void describe(const Batch& batch, std::uint64_t sequence, Entry& entry);
 /// "all_gather of layers.3 (#17, unit 3, micro-batch 0: 4096 B Float)".
 std::string to_string(const Entry& entry);
 
-/// Tag of one transfer: 31 bits that differ for different sequence numbers, fingerprints and ops,
-/// so that Gloo never matches transfers of two collectives.
+/// The tag of one transfer: 31 bits that differ for different sequence numbers, fingerprints and
+/// ops, so that Gloo never matches transfers of two collectives.
 int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_t op);
 
 /// Errors: kInternal for tensors that are undefined, not contiguous, on another device, or whose
 /// sizes or dtypes do not fit.
 void check_batch(const Batch& batch, int ranks, at::Device device = at::kCPU);
 
-/// With twins of all tensors, and their results back in place.
+/// Returns the same batch over twins of all tensors.
 Batch cloned(const Batch& batch, const MakeTwin& make);
 void deliver(const Batch& twins, const Batch& batch);
 
-/// All ops of a group with one rank, on any device.
+/// Runs all ops in a group of one rank, on any device.
 void run_alone(const Batch& batch);
 
-/// What a group of one rank is, in every backend.
+/// The group of one rank, in every backend.
 class SoloGroup : public Group {
  public:
   explicit SoloGroup(std::string name, std::shared_ptr<const AbortFlag> abort_flag = nullptr)
@@ -72,14 +73,14 @@ class SoloGroup : public Group {
   std::shared_ptr<const AbortFlag> abort_flag_;
 };
 
-/// Whether it travels over other ranks (relay.h).
+/// Whether other ranks pass its messages on (relay.h).
 bool is_relayed(const Op& op, int ranks);
-/// By `rank` of `ranks`, to all others together.
+/// The bytes that `rank` of `ranks` ranks sends to all others together.
 std::int64_t sent_bytes(const Op& op, int ranks, int rank);
 std::int64_t sent_bytes(const Batch& batch, int ranks, int rank);
 
-/// The last entries of one group on one rank. Who waits for one holds it itself: however long that
-/// stalls, it keeps its name. Threads: any.
+/// The last entries of one group on one rank. A caller that waits for an entry holds a copy, so the
+/// entry keeps its name however long the wait takes. Threads: any.
 class FlightRecorder final : public Recorded {
  public:
   /// `board`: its order log is written, too; null: there is none.
@@ -89,7 +90,7 @@ class FlightRecorder final : public Recorded {
   std::string lines() const override;
   IssuedHashes issued() const override;
   std::optional<BoardLane> lane() const override;
-  /// That the entry, one of this group's, waits for `peer`, a world rank; -1: for all.
+  /// Returns the wait of the entry, one of this group's, for `peer`, a world rank; -1: for all.
   PeerWait wait_for(const Entry& entry, int peer = -1) const;
   std::uint64_t group_hash() const { return group_hash_; }
 
@@ -103,7 +104,7 @@ class FlightRecorder final : public Recorded {
 
   const std::string group_;
   const std::uint64_t group_hash_;
-  const std::uint64_t purpose_;  // a hash
+  const std::uint64_t purpose_;  // a hash of the group's purpose
   WaitBoard* const board_;
   mutable base::Mutex mutex_;
   std::array<Kept, 64> ring_ TESSERA_GUARDED_BY(mutex_);

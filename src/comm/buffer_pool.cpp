@@ -24,7 +24,7 @@ FreeBlocks::~FreeBlocks() {
   try {
     clear();
   } catch (...) {
-    // A device that no longer answers: its memory is lost with it.
+    // The device no longer answers: its memory is lost with it.
   }
 }
 
@@ -32,7 +32,7 @@ bool FreeBlocks::fits(std::int64_t block, std::int64_t bytes) const {
   return block >= bytes && static_cast<double>(block) <= most_over_ * static_cast<double>(bytes);
 }
 
-/// Of a free block there that fits; else one behind the last.
+/// Returns the index of the free block at `memory` that fits; blocks_.size() where there is none.
 std::size_t FreeBlocks::index_of(const void* memory, std::int64_t bytes) const {
   std::size_t i = 0;
   while (i < blocks_.size() &&
@@ -49,11 +49,12 @@ FreeBlocks::Block FreeBlocks::take(std::int64_t bytes, const void* wanted) {
     if (const auto index = index_of(wanted, bytes); index != none) return remove(index);
   }
   auto best = none;
-  auto too_small = none;  // the largest that the block to be made could stand in for
+  auto too_small = none;  // the largest that the new block could replace
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     const auto size = blocks_[i].bytes();
     if (fits(size, bytes)) {
-      // Of one size the one that came back last: those that a step does not need grow idle.
+      // Among blocks of one size it takes the one that was returned last, so blocks that a step
+      // does not need stay idle.
       if (best == none || size <= blocks_[best].bytes()) best = i;
     } else if (size < bytes && fits(bytes, size)) {
       if (too_small == none || size > blocks_[too_small].bytes()) too_small = i;
@@ -73,8 +74,9 @@ FreeBlocks::Block FreeBlocks::take(std::int64_t bytes, const void* wanted) {
   return {};
 }
 
-/// The block of that size that came back first stands at `index` then, the others in their order.
-/// Times stay where they are: so the same number grows idle as if the last one went out.
+/// Moves the block of that size that was returned first to `index`; the others keep their order.
+/// Their times stay in place, so the same number of blocks becomes idle as if the last one were
+/// taken.
 void FreeBlocks::bring_the_first(std::size_t index) {
   for (auto i = index; i-- > 0;) {
     if (blocks_[i].bytes() == blocks_[index].bytes()) {
@@ -125,7 +127,7 @@ void FreeBlocks::clear() {
 at::Tensor BufferPool::take(std::int64_t numel, at::ScalarType dtype, const Stream& on) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
   const auto number = step_.size();
-  // On a device, where no address is kept, those that came back first go out first.
+  // On a device no address is kept: the block that was returned first is taken first.
   const bool comes_again =
       !allocator_ && number < last_step_.size() && last_step_[number].bytes == bytes;
   FreeBlocks::Block block = free_.take(bytes, comes_again ? last_step_[number].memory : nullptr);
@@ -156,7 +158,7 @@ at::Tensor BufferPool::make(std::int64_t bytes, const Stream& on) {
   try {
     memory = fresh();
   } catch (const c10::OutOfMemoryError&) {
-    // What waits here, of sizes that nobody asks for just now, is the device's memory, too.
+    // The pool's free blocks, of sizes that are not requested now, are the device's memory, too.
     if (free_.bytes() == 0) throw;
     free_.clear();
     memory = fresh();
@@ -208,10 +210,10 @@ GatherBuffer::GatherBuffer(std::shared_ptr<BufferPool> pool, at::ScalarType dtyp
 GatherBuffer::~GatherBuffer() {
   hide();
   try {
-    // Freed as it is, the allocator would not be ordered after those who use it.
+    // If it were freed directly, the allocator would not be ordered after the streams that use it.
     if (memory_.defined() && !memory_.is_cpu()) pool_->recycle(std::move(memory_));
   } catch (const std::exception&) {
-    // A device that no longer answers: its memory is lost with it.
+    // The device no longer answers: its memory is lost with it.
   }
 }
 
@@ -247,8 +249,8 @@ void GatherBuffer::alias(const at::Tensor& flat) {
 }
 
 at::Tensor GatherBuffer::view(std::int64_t offset, at::IntArrayRef sizes) const {
-  // Built by hand: the operators that make views look at the data pointer, which throws while
-  // released.
+  // Made without operators: those that make views access the data pointer, which throws while the
+  // memory is released.
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage_),
       c10::DispatchKeySet(c10::computeDispatchKey(dtype_, c10::kStrided, pool_->device())),

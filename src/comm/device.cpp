@@ -20,7 +20,8 @@
 namespace tessera::comm {
 namespace {
 
-/// A libtorch with CUDA brings its devices to a program that is built without the backend for them.
+/// Whether the program is built with the backend for such devices: a libtorch with CUDA has the
+/// devices also in a program without it.
 bool built_with(c10::DeviceType type) {
   const auto of_its_kind = std::ranges::find(backends(), type, &BackendRow::device);
   return c10::impl::hasDeviceGuardImpl(type) &&
@@ -36,7 +37,7 @@ c10::Device parsed(const std::string& name) {
   try {
     const c10::Device device(name);
     if (device.is_cpu() || at::isAccelerator(device.type())) return device;
-  } catch (const c10::Error&) {  // said below
+  } catch (const c10::Error&) {  // reported below
   }
   throw Error(ErrorKind::kUsage,
               concat("world: found device ", printable(name),
@@ -112,7 +113,7 @@ std::optional<std::int64_t> memory_size(c10::Device device) {
 }
 
 void prepare_growing_segments() {
-  // Of these libtorch takes the first that is set, whole.
+  // libtorch takes the first of these that is set, as a whole.
   constexpr auto kOfCuda = "PYTORCH_CUDA_ALLOC_CONF", kOfAll = "PYTORCH_ALLOC_CONF";
   if (base::environment_variable(kOfCuda) || base::environment_variable(kOfAll)) return;
   base::set_environment_variable(kOfCuda, "expandable_segments:True");
@@ -131,7 +132,7 @@ void claim_device(Store& store, const std::string& host, const std::string& devi
 
 namespace {
 
-// "RANK KIND" of whoever said it first, and of the first whose kind is another one.
+// The values are "RANK KIND": of the rank that wrote first, and of the first one with another kind.
 constexpr const char* kFirstKind = "device kind";
 constexpr const char* kOtherKind = "other device kind";
 
@@ -165,7 +166,8 @@ void use_device(c10::Device device) {
 
 namespace {
 
-// As cuBLAS documents it: workspaces of a fixed size for each stream. libtorch takes both values.
+// Values from cuBLAS's documentation: workspaces of a fixed size for each stream. libtorch takes
+// both.
 constexpr auto kProductsVariable = "CUBLAS_WORKSPACE_CONFIG";
 constexpr auto kProductsAlike = ":4096:8", kProductsAlikeSmall = ":16:8";
 

@@ -17,8 +17,8 @@
 namespace tessera::comm {
 namespace {
 
-/// Puts back what a thread has of the World that it computes for when a dry one is over: a run may count
-/// steps while it is under way.
+/// Restores what a thread has of its World when a dry one ends: a run may count steps while it is
+/// in progress.
 class ThreadOfWorld {
  public:
   ThreadOfWorld()

@@ -32,12 +32,13 @@
 namespace tessera::comm {
 namespace {
 
-/// For finding the other ranks: they have just been started, and read the same files.
+/// For how long the other ranks are looked for: they have just been started, and read the same
+/// files.
 std::chrono::milliseconds patience_for(const LaunchEnvironment& launch) {
   return WatchTimes{watch_poll(launch.world_size)}.meeting();
 }
 
-/// None when nobody serves the store, or what answers is none.
+/// Returns none when no process serves the store, or what answers is no store.
 std::shared_ptr<Store> reach_others(const LaunchEnvironment& launch) {
   try {
     return Store::connect(launch, patience_for(launch), patience_for(launch));
@@ -46,7 +47,7 @@ std::shared_ptr<Store> reach_others(const LaunchEnvironment& launch) {
   }
 }
 
-/// What the failure key says after this rank has tried to write it.
+/// Tries to write the failure key. Returns its value then.
 FailureRecord announce(Store& store, const FailureRecord& record) {
   try {
     const auto standing = store.set_if_absent(store_key::kFailure, encode(record));
@@ -56,7 +57,7 @@ FailureRecord announce(Store& store, const FailureRecord& record) {
   }
 }
 
-/// Rank 0 keeps the store up until the others have read what it says.
+/// Keeps rank 0's store up until the others have read what it says.
 void wait_for_readers(const LaunchEnvironment& launch, Store& store) {
   constexpr const char* kKey = "refused";
   try {
@@ -67,18 +68,18 @@ void wait_for_readers(const LaunchEnvironment& launch, Store& store) {
                  AbortFlag());
     }
   } catch (const Error&) {
-    // Whoever did not come was not refused, or says so itself.
+    // A rank that did not come was not refused, or reports its error itself.
   }
 }
 
-/// Whether `standing`, what the failure key says, makes it needless for this rank to print
+/// Whether `standing`, the value of the failure key, makes it needless that this rank prints
 /// `record`.
 bool says_the_same(const FailureRecord& standing, const FailureRecord& record) {
   return standing.rank != record.rank && standing.message == record.message;
 }
 
-/// A launcher that sees one rank end sends SIGTERM to the others: it must not cut short what this
-/// one is about to say. For processes that are leaving.
+/// Ignores SIGTERM. A launcher that sees one rank end sends it to the others: it must not cut short
+/// what this rank is about to print. For processes that are leaving.
 void finish_report() { ::signal(SIGTERM, SIG_IGN); }
 
 void print_unless_others_do(const LaunchEnvironment& launch, const FailureRecord& record,
@@ -117,17 +118,17 @@ void refuse_once(const std::exception& error, int code, const std::function<void
 
 namespace {
 
-/// A process leaves once; a second thread that wants to waits for the first one's _exit. The one
-/// mutable global of this floor: leaving is the process's business, not a World's.
+/// Returns once for a process: a second thread waits for the first one's _exit. Its mutex is the
+/// one mutable global of this layer, since a process leaves, and not a World.
 void claim_exit() {
   static std::atomic_flag claimed;
   while (claimed.test_and_set()) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
-// A disk that takes longer for one line holds nobody up, nor does a pipe that nobody reads.
+// A disk that takes longer for one line delays no rank, nor does a pipe that is not read.
 constexpr std::chrono::milliseconds kLogPatience{1000};
 
-/// What this process has printed so far, ahead of its error: _exit flushes nothing.
+/// Prints what this process has written so far before its error: _exit flushes nothing.
 void flush_output() {
   BoundedCalls().run(
       [] {
@@ -137,12 +138,12 @@ void flush_output() {
       kLogPatience);
 }
 
-/// Whether there is one that prints it last.
+/// Returns whether there is a parent, which prints the error last.
 bool tell_parent(const FailureRecord& record) {
   const auto fd = base::environment_variable(spawn_variable::kErrorFd);
   if (!fd) return false;
   const std::string bytes = encode(record);
-  // A parent that has gone cannot be told: nothing to do about a failed write.
+  // A parent that has ended cannot be told, so a failed write is ignored.
   return std::cmp_equal(::write(std::atoi(fd->c_str()), bytes.data(), bytes.size()), bytes.size());
 }
 
@@ -152,14 +153,14 @@ void print(const std::string& line) {
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 
-/// A refusal is about what was asked, not about a rank: who is told of it says it once.
+/// A refusal is about the request, not about a rank, so a parent that is told prints it once.
 void print_unless_told(const FailureRecord& record, bool parent_knows) {
   if (!parent_knows || record.exit_code != kRefusedCode) print(to_string(record));
 }
 
-/// The rank's log keeps what it left for: launchers drop what was printed last when they end, and
+/// Writes to the rank's log why it leaves. Launchers drop what was printed last when they end, and
 /// kill ranks that are slow to leave, so this comes before anything that may wait for others. A log
-/// that cannot be written holds nobody up.
+/// that cannot be written delays no rank.
 void keep_in_log(const FailureRecord& record) {
   BoundedCalls().run(
       [text = record.message] {
@@ -169,7 +170,7 @@ void keep_in_log(const FailureRecord& record) {
       kLogPatience);
 }
 
-/// The rank leaves from here on, and its log says why before anybody is told.
+/// Begins to leave; the log says why before other ranks are told.
 FailureRecord begin_report(int rank, const std::exception& error, int code) {
   claim_exit();
   finish_report();
@@ -179,7 +180,7 @@ FailureRecord begin_report(int rank, const std::exception& error, int code) {
   return record;
 }
 
-/// On stderr and in the rank's log: the report of a hang.
+/// Writes the report of a hang to stderr and to the rank's log.
 void report_hang(ProcessWorld& world) {
   const std::string report = world.hang_report();
   if (report.empty()) return;
@@ -193,9 +194,10 @@ void report_hang(ProcessWorld& world) {
   print(text);
 }
 
-/// A failure of its own is announced first: the rank whose words stand prints them for all that
-/// failed alike. One that was only noticed is printed by every rank. Where the ranks hang, the first
-/// that says so prints why before its error, which stays the last line; the others leave word for it.
+/// Announces an error of this rank first: the rank whose record stands in the store prints it for
+/// all that failed alike. An error that was only noticed is printed by every rank. Where the ranks
+/// hang, the first one that says so prints why before its error, which stays the last line; the
+/// others leave their boards for it.
 void print_and_announce(ProcessWorld& world, const FailureRecord& record, bool parent_knows,
                         bool hangs) {
   if (hangs) world.keep_board();
@@ -225,9 +227,9 @@ void report_failure(const RunPlace& place, const std::exception& error, int code
 void report_failure(World& world, const std::exception& error, int code) {
   FailureRecord record = begin_report(world.rank(), error, code);
   auto* const others = dynamic_cast<ProcessWorld*>(&world);
-  int first_code = code;  // of the rank that was first in trouble
+  int first_code = code;  // of the rank that failed first
   const bool is_own = others != nullptr && others->is_disagreement(error);
-  bool hangs = is_own;  // and nobody else has said why
+  bool hangs = is_own;  // and no other rank has said why
   if (dynamic_cast<const LostRank*>(&error) != nullptr && !is_own) {
     record.what = FailureClass::kNoticed;
     const auto cause = others != nullptr ? others->failure_behind() : std::nullopt;
@@ -258,7 +260,7 @@ void leave_after(ProcessWorld& world, const FailureRecord& cause) {
   tell_parent(record);
   keep_in_log(record);
   world.publish_board();
-  // A refusal is about what was asked, not about a rank: it is said once.
+  // A refusal is about the request, not about a rank: it is printed once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
   if (cause.exit_code == kRefusedCode) world.refused();
   world.stay_for_readers();

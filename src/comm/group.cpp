@@ -146,7 +146,7 @@ std::vector<std::int64_t> sum_of_ranks(Group& group, const std::vector<std::int6
 std::vector<bool> all_agree(Group& group, const std::vector<std::uint64_t>& hashes,
                             const std::string& what) {
   RECORD_USER_SCOPE("tessera::wait");
-  // A bit that is set on one rank and clear on another one is found set in both halves.
+  // A bit that is set on one rank and clear on another comes out set in both halves.
   auto halves = at::empty({static_cast<std::int64_t>(2 * hashes.size())}, at::kLong);
   auto* half = halves.mutable_data_ptr<std::int64_t>();
   for (std::size_t i = 0; i < hashes.size(); ++i) {
@@ -210,7 +210,7 @@ std::string encode(const std::exception& error) {
 
 ErrorKind kind_in(const std::string& bytes) { return static_cast<ErrorKind>(bytes.front() - '0'); }
 
-/// Which rank it was matters where machines differ, not where the same thing was asked of all.
+/// A rank matters where machines differ, not where the same was requested of all ranks.
 [[noreturn]] void rethrow(const std::string& bytes, std::size_t rank, bool of_all) {
   const auto kind = kind_in(bytes);
   const bool named = kind == ErrorKind::kIo && !of_all;
@@ -225,7 +225,7 @@ void on_all_or_none(World& world, const std::string& what, const std::function<v
   try {
     action();
   } catch (const std::exception& error) {
-    if (base::handles_interrupt()) throw;  // the World is aborted: nobody waits for words of it
+    if (base::handles_interrupt()) throw;  // the World is aborted: no rank waits for a message
     mine = encode(error);
   }
   world.work_at("");
@@ -251,7 +251,7 @@ std::exception_ptr shared_refusal(Group& group, int world_rank, const std::excep
   const auto first = std::ranges::find_if(all, [](const auto& one) { return !one.empty(); });
   if (first == all.end()) return nullptr;
   try {
-    // The first rank that throws may end the World, so all have to come here first.
+    // The first rank that throws may end the World, so all ranks have to arrive here first.
     barrier(group, what);
   } catch (const LostRank&) {
     // A rank has ended the World.

@@ -18,17 +18,17 @@ namespace {
 
 using Time = std::chrono::steady_clock;
 
-// More than a step has, so that the oldest one that has not ended is always among them.
+// More than a step has, so that the oldest that has not ended is always among them.
 constexpr std::size_t kMostKept = 4096;
-// A read that comes soon is not to pay for a sleep of the thread.
+// A read that ends soon is not to cost a sleep of the thread.
 constexpr auto kAsksAtOnce = std::chrono::microseconds(200);
 constexpr auto kPause = std::chrono::microseconds(50);
-// Copies begin where any dtype may.
+// Copies begin at addresses that suit every dtype.
 constexpr std::int64_t kAlignment = 16;
 
-thread_local std::weak_ptr<HostWaits> waits_of_thread;  // it goes with its World
+thread_local std::weak_ptr<HostWaits> waits_of_thread;  // expires with its World
 
-/// Without a World there is nobody who could be lost.
+/// Waits without a World, where no rank could be lost.
 void ask_until_done(const Event& event) {
   base::InterruptTimer timer;
   while (!event.done()) {
@@ -37,7 +37,7 @@ void ask_until_done(const Event& event) {
   }
 }
 
-/// The end of an error.
+/// The end of an error's message.
 std::string not_ended(const std::string& work) {
   return concat(", where ", work,
                 " has not ended; a rank of it is stalled, or does not take part in it");
@@ -45,8 +45,8 @@ std::string not_ended(const std::string& work) {
 
 }  // namespace
 
-/// A wait as the failure watch sees it: events belong to the thread that waits, so it says by itself
-/// what it waits for.
+/// A wait as the failure watch sees it. Events belong to the waiting thread, so that thread itself
+/// says for what it waits.
 class HostWaits::Standing final : public Blocked {
  public:
   void abort() override {}  // the thread looks at the flag
@@ -95,14 +95,14 @@ void HostWaits::forget_ended() {
 
 std::optional<std::string> HostWaits::stalled() {
   if (abort_flag_->is_set()) return std::nullopt;
-  // A thread that asks CUDA with no device of its own makes a context on the first one.
+  // A thread that calls CUDA without a current device makes a context on the first device.
   use_device(device_);
   const base::Lock lock(mutex_);
   if (readers_ > 0) return std::nullopt;
   try {
     return stalled_at(Time::now());
   } catch (const std::exception&) {
-    return std::nullopt;  // of a device that has failed: whoever launches next says it
+    return std::nullopt;  // the device has failed: the next launch reports it
   }
 }
 
@@ -122,7 +122,7 @@ std::optional<std::string> HostWaits::stalled_at(Time::time_point now) {
                 not_ended(text));
 }
 
-/// A wait on the board, of a thread that reads.
+/// A wait on the board, by a thread that reads.
 class HostWaits::Reading {
  public:
   explicit Reading(HostWaits& waits) : waits_(waits), on_board_(*waits.board_, standing) {

@@ -1,15 +1,15 @@
-// read_on_host: where the host waits for a device.
+// read_on_host: the place where the host waits for a device.
 //
-// Work on a device is launched and goes on by itself: collectives too, whose wait() blocks a stream
-// and not the host. So one that never ends holds nobody up until something is read, and that is
-// here: the wait stands on the wait board, ends with the World's abort, and says after
-// comm.timeout_seconds which collective has not ended. Reading by any other way (item(), a blocking
-// copy) would stand still without a word. It asks an event again and again and never synchronizes:
-// a call of the driver that blocks cannot be ended.
+// Work on a device is launched and runs without the host: collectives too, whose wait() blocks a
+// stream and not the host. So one that never ends blocks no thread until something is read, and
+// that happens here: the wait is on the wait board, ends with the World's abort, and after
+// comm.timeout_seconds says which collective has not ended. Reading in any other way (item(), a
+// blocking copy) would silently wait for ever. The wait queries an event repeatedly and never
+// synchronizes: a driver call that blocks cannot be ended.
 //
-// A rank that goes on launching behind a collective that never ends comes to no read: a device takes
-// some thousand launches, then a launch stands still in the driver, and so may one that has to connect
-// to a rank that is lost. So the failure watch asks, too, on its own thread. Next: stream.h.
+// A rank that continues to launch after a collective that never ends reaches no read: a device
+// takes some thousand launches, then a launch blocks in the driver, as one may that has to connect
+// to a lost rank. So the failure watch also queries, on its own thread. Next: stream.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,34 +33,34 @@
 
 namespace tessera::comm {
 
-/// A collective or a message on a device, as it is blamed for what does not go on. Each is called by
-/// any thread.
+/// A collective or a message on a device, for errors that say what does not end. Any thread may
+/// call its functions.
 struct DeviceWork {
   std::function<PeerWait()> what;
-  /// Why it cannot end any more, as its library knows by itself; "" while it may. Empty: nobody knows.
+  /// Says why it can no longer end, as its library has found; "" while it may. Empty: unknown.
   std::function<std::string()> error = {};
 };
 
-/// What a rank's threads need to wait for its device. Lent by its World (World::attach_thread).
-/// Threads: any.
+/// Waits for the device of a rank, for all threads of the rank. Its World attaches it to them
+/// (World::attach_thread). Threads: any.
 class HostWaits final : public DeviceWatch {
  public:
   HostWaits(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<WaitBoard> board,
             std::chrono::milliseconds timeout, at::Device device);
 
-  /// It was launched before, and a stream of this rank waits for its end.
+  /// Records work that was launched before, and for whose end a stream of this rank waits.
   void waited_for(DeviceWork work, Event end) {
     launched(launching(std::move(work)), std::move(end));
   }
-  /// Until the event has passed. Errors: LostRank naming the first of these that has not ended,
-  /// after the World's timeout; or with why the World was aborted.
+  /// Returns when the event has passed. Errors: LostRank naming the first recorded work that has
+  /// not ended, after the World's timeout; or with the reason for which the World was aborted.
   void wait(const Event& event, std::string_view what);
-  /// While a thread is in wait() that one tells.
+  /// Returns none while a thread is in wait(): that thread reports it.
   std::optional<std::string> stalled() override;
 
-  /// The calling thread's from now on, as long as its World lives.
+  /// Attaches `waits` to the calling thread, as long as its World lives.
   static void attach(const std::shared_ptr<HostWaits>& waits);
-  /// Null where no World that lives has attached the thread.
+  /// Returns null where no World that lives has attached the thread.
   static std::shared_ptr<HostWaits> of_this_thread();
 
  private:
@@ -73,7 +73,7 @@ class HostWaits final : public DeviceWatch {
     bool has_ended() const { return end && end->done(); }
     std::string error() const { return work.error ? work.error() : std::string(); }
   };
-  /// Its number; none where too many are under way.
+  /// Returns its number; none where too many are in flight.
   std::optional<std::uint64_t> launching(DeviceWork work);
   void launched(std::optional<std::uint64_t> number, Event end);
   void forget_ended() TESSERA_REQUIRES(mutex_);
@@ -86,19 +86,20 @@ class HostWaits final : public DeviceWatch {
   const at::Device device_;
   base::Mutex mutex_;
   std::deque<UnderWay> under_way_ TESSERA_GUARDED_BY(mutex_);  // the oldest first
-  std::uint64_t ended_ TESSERA_GUARDED_BY(mutex_) = 0;         // so many have gone from it
-  int readers_ TESSERA_GUARDED_BY(mutex_) = 0;                 // threads in wait()
-  // Of the failure watch, which lets go of no event: that may take the driver's time.
-  std::uint64_t seen_ended_ TESSERA_GUARDED_BY(mutex_) = 0;       // so many, as it has seen
+  // the number of those removed from it
+  std::uint64_t ended_ TESSERA_GUARDED_BY(mutex_) = 0;
+  int readers_ TESSERA_GUARDED_BY(mutex_) = 0;  // threads in wait()
+  // Used by the failure watch only, which destroys no event: that may take the driver's time.
+  std::uint64_t seen_ended_ TESSERA_GUARDED_BY(mutex_) = 0;       // ended_ as it has seen it
   std::optional<std::uint64_t> seen_ TESSERA_GUARDED_BY(mutex_);  // the oldest that had not ended
   std::chrono::steady_clock::time_point seen_since_ TESSERA_GUARDED_BY(mutex_);
 };
 
-/// A collective while a thread launches it, which may block; from launched() on while it is under
-/// way. Ended, where it has not come to that.
+/// A collective while a thread launches it, which may block, and after launched() while it is in
+/// flight. It counts as ended where launched() was not called.
 class Launching {
  public:
-  /// `waits` may be null: then nobody is told.
+  /// `waits` may be null: then nothing is recorded.
   Launching(std::shared_ptr<HostWaits> waits, DeviceWork work) : waits_(std::move(waits)) {
     if (waits_) number_ = waits_->launching(std::move(work));
   }
@@ -113,26 +114,27 @@ class Launching {
  private:
   const std::shared_ptr<HostWaits> waits_;
   std::optional<std::uint64_t> number_;
-  Event end_;  // of nothing: it has ended
+  Event end_;  // empty: it has ended
 };
 
-/// As HostWaits::wait() of the calling thread's; a thread without a World waits by itself.
+/// HostWaits::wait() of the calling thread; a thread without a World waits by itself.
 void wait_on_host(const Event& event, std::string_view what);
-/// Pinned memory of the host of a tensor's sizes and dtype.
+/// Makes a tensor in pinned memory of the host, with the sizes and dtype of `tensor`.
 at::Tensor pinned_like(const at::Tensor& tensor);
 
-/// The same values on the device, by pinned memory and behind what is launched on the caller's stream:
-/// the host does not wait. Itself where it lies there; on the CPU always.
+/// Copies a tensor of the CPU to the device, through pinned memory, ordered after what is launched
+/// on the caller's stream: the host does not wait. Returns the tensor as it is where it is on a
+/// device already or `device` is the CPU.
 at::Tensor uploaded(const at::Tensor& tensor, at::Device device);
 
-/// The same values in the host's memory, contiguous, in the same order: one wait for all. Those of
-/// the CPU come back as they are, undefined ones too; the others are of one device. `what` is said
-/// in errors: "gradient norm". Errors: as HostWaits::wait().
+/// Copies tensors to the host's memory, contiguous, in the same order, with one wait for all.
+/// Tensors of the CPU are returned as they are, undefined ones too; the others are of one device.
+/// `what` is named in errors: "gradient norm". Errors: as HostWaits::wait().
 std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what);
 at::Tensor read_on_host(const at::Tensor& tensor, std::string_view what);
-/// The same, copied on `stream` (empty: the caller's), which is ordered after what made the tensors by
-/// the caller's events: the host does not wait for what else the caller has launched. The tensors
-/// live until it has returned.
+/// The same, copied on `stream` (empty: the caller's), which the caller has ordered, by events,
+/// after what made the tensors: the host does not wait for other work that the caller has launched.
+/// The tensors must live until it has returned.
 std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what,
                                      const Stream& stream);
 

@@ -10,7 +10,7 @@ namespace tessera {
 Mesh::Mesh(std::shared_ptr<World> world, MeshShapes shapes)
     : world_(std::move(world)), shapes_(std::move(shapes)) {
   TESSERA_CHECK(world_ != nullptr, ErrorKind::kUsage, "mesh: found no world");
-  // A shape may be planned with; trained on, every rank of the axis would have the same tokens.
+  // A plan may have a context axis; in training every rank of the axis would have the same tokens.
   const int context = shapes_.size_of(axis::kContext);
   TESSERA_CHECK(context == 1, ErrorKind::kConfig, "mesh: found size ", context, " (axis ",
                 axis::kContext,

@@ -17,7 +17,8 @@ namespace {
 
 bool is_forward(const P2PTag& tag) { return tag.direction == P2PTag::Direction::kForward; }
 
-/// As pipeline/slot_trace.h reads it: "1SEND_F3", "2RECV_F3". The stage is that of this end.
+/// The name in the format that pipeline/slot_trace.h reads: "1SEND_F3", "2RECV_F3". The stage is
+/// that of this end.
 std::string name_in_trace(const P2POp& op) {
   const P2PTag& tag = op.tag;
   const int receiver = tag.stage + (is_forward(tag) ? 1 : -1);
@@ -27,11 +28,11 @@ std::string name_in_trace(const P2POp& op) {
 
 }  // namespace
 
-/// One end of a message of a traced step: from its posting until this rank knows that it is
-/// through. Made only while there is a trace.
+/// One end of a message in a traced step, from its posting until this rank knows that it has ended.
+/// Made only while there is a trace.
 class TracedMessage {
  public:
-  /// Null where nothing is traced.
+  /// Returns null where nothing is traced.
   static std::unique_ptr<TracedMessage> of(const P2POp& op) {
     Trace* const trace = current_trace();
     if (trace == nullptr) return nullptr;
@@ -96,8 +97,8 @@ std::string to_string(const P2POp& op) {
 DeviceWork work_of(const P2POp& op, std::function<std::string()> error) {
   P2POp named = op;
   named.tensor.reset();
-  // Of no rank for the failure watch: what is behind a device is on no rank's board, and whoever has
-  // launched it may already wait for something else.
+  // It names no rank to the failure watch: work that is queued on a device is on no rank's board,
+  // and the rank that launched it may already wait for something else.
   return {[named = std::move(named)] {
             return PeerWait{0, 0, -1, concat("the message of ", to_string(named))};
           },
@@ -106,8 +107,8 @@ DeviceWork work_of(const P2POp& op, std::function<std::string()> error) {
 
 void order_after(const P2POp& op, const Event& end, HostWaits* waits,
                  std::function<std::string()> error) {
-  // As it is waited for and not as it is posted: a receive may be posted long before its sender has
-  // something to send.
+  // It is recorded when it is waited for, and not when it is posted: a receive may be posted long
+  // before its sender has something to send.
   if (waits != nullptr) waits->waited_for(work_of(op, std::move(error)), end);
   end.block(Stream::current(op.stream.device()), EventSite::kP2PEnd);
 }
@@ -137,7 +138,7 @@ Transfer::~Transfer() {
   try {
     carried_->let_go(Stream::current(carried_->op().stream.device()));
   } catch (...) {
-    // An error is under way already: it was not waited for.
+    // An error is propagating already, so no caller has waited for this message.
   }
 }
 

@@ -23,13 +23,13 @@ namespace {
 constexpr const char* kJoin = "join";
 constexpr const char* kLeave = "leave";
 constexpr const char* kLeft = "left";
-// A rank that is done waits for the others to be done too, but not for one that gives no sign of
-// life for this long.
+// A rank that is done waits for the others, but not for one that shows no sign of life for this
+// long.
 constexpr std::chrono::seconds kLeavePatience{30};
 
 // A stopped rank 0 takes the store with it: collectives that wait for it and calls of the store end
-// after the same timeout. The watch's own calls are given so much more, so that who waits in a
-// collective by then says in which, before the watch says only that the store is gone.
+// after the same timeout. The watch's own calls get this much more time, so that a rank that waits
+// in a collective says in which, before the watch says only that the store is gone.
 constexpr std::chrono::seconds kBoardFirst{1};
 
 constexpr std::chrono::milliseconds kUndoPatience{1000};
@@ -62,10 +62,11 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   times_.poll = watch.poll;
   state_->abort_flag->patience.expect_words_within(times_.words());
   watch.blocked_after = options.blocked_after;
-  // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
+  // A user who raises the timeout to debug a rank must not be cut off here.
   watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
   if (ends_by_call()) watch.grace = options.grace_period;
-  // Before the ranks meet: who was refused on the way here says so by the failure key.
+  // The watch starts before the ranks meet: a rank that was refused by then says so by the failure
+  // key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
   require_size();
@@ -73,8 +74,8 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
       *store_, concat(c10::DeviceTypeName(device().type(), true), " by ", backend_.name), rank_);
   store_->meet(kJoin, rank_, everyone_, options.init_timeout, *state_->abort_flag);
   state_->board->watch(everyone_);
-  // All ranks find it, and who serves the store has to stay for the others: they leave as ranks that
-  // have joined.
+  // All ranks find it, and the rank that serves the store has to stay for the others: they leave as
+  // ranks that have joined.
   const std::string differ = differing_device_kinds(*store_);
   if (differ.empty()) return;
   const Error refusal(ErrorKind::kUsage, differ);
@@ -88,12 +89,12 @@ void ProcessWorld::require_size() {
   try {
     store_->require_size(rank_, size_);
   } catch (const Error& refusal) {
-    // Else the others know, or who makes this World reports it.
+    // Otherwise the others know, or the caller reports it.
     if (refusal.kind() != ErrorKind::kUsage || !ends_by_call()) throw;
-    watch_->stop();  // it would end this process by what is announced here
+    watch_->stop();  // its reaction to the announcement here would end this process
     announce_failure(
         {FailureClass::kPrimary, monotonic_ns(), rank_, kRefusedCode, one_line(refusal.what())});
-    // Nobody arrives: the others count other ranks.
+    // No rank arrives: the others count other ranks.
     if (store_->server_rank() == rank_) leave_after_abort(state_->abort_flag->patience.words());
     end();
     throw;
@@ -108,8 +109,8 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
       return lose(concat("stopped because of ", to_string(cause)),
                   [this, cause] { leave_after(*this, cause); });
     }
-    // Another rank has only noticed what began here: this rank's own error, still on its way
-    // through the stack, says more, and ends the process meanwhile.
+    // Another rank has only noticed what began here: this rank's error, which is still
+    // propagating, says more, and ends the process meanwhile.
     if (cause.what == FailureClass::kNoticed && aborter_ == Aborter::kSelf) {
       std::this_thread::sleep_for(state_->abort_flag->patience.words());
     }
@@ -127,11 +128,11 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.disagree = [this](const std::string& why, int epoch) { abort_all(why, epoch); };
   actions.aborted = [this](const Abort& abort, int epoch) {
     abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
-    publish_board(epoch);  // and not of what has recovered in the meantime
+    publish_board(epoch);  // and not that of an epoch after a recovery
   };
   actions.acknowledged = [this] { return state_->abort_flag->acknowledged(); };
   actions.unacknowledged = [this](const std::string& why, int epoch) {
-    if (epoch != epoch_) return;  // recovered in the meantime
+    if (epoch != epoch_) return;  // it has recovered in the meantime
     report_failure(*this, Error(ErrorKind::kComm, why), 1);
   };
   return actions;
@@ -140,7 +141,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
 void ProcessWorld::lose(const std::string& why, std::function<void()> end_process) {
   end_process_ = std::move(end_process);
   lost_.mark(why);
-  // A recovery that has begun before may be over meanwhile: it is of no use any more.
+  // A recovery that began earlier may have ended by now: its result no longer counts.
   for (int epoch = -1; epoch != epoch_;) {
     epoch = epoch_;
     abort_here(why, epoch, Aborter::kOther);
@@ -157,7 +158,7 @@ ProcessWorld::~ProcessWorld() {
     const bool thrown = std::uncaught_exceptions() > exceptions_before_;
     const bool failed = aborted() || thrown;
     if (failed) {
-      watch_->stop();  // it would end this process by what is announced here
+      watch_->stop();  // its reaction to the announcement here would end this process
       if (!aborted()) announce_failure(noticed("left by an exception"));
       abort_here("left by an exception", epoch_, Aborter::kSelf);
     }
@@ -176,7 +177,7 @@ void ProcessWorld::close() {
       stop_queue();
       leave_after_abort(patience_for_others());
     } else {
-      queue_->close();  // a thread that still computes is refused, and meets no group that has gone
+      queue_->close();  // a thread that still computes is refused, and uses no closed group
       drops_held_groups_ = true;
       leave_together();
     }
@@ -185,14 +186,14 @@ void ProcessWorld::close() {
     throw;
   }
   end();
-  if (!failed) lost_.check();  // the last call that can say it
+  if (!failed) lost_.check();  // the last call that can throw it
 }
 
 void ProcessWorld::close_failed(const std::string& why) {
   if (state_->abort_flag->is_in_child() || leaves_.exchange(true)) return;
   const base::NoInterrupts until_it_has_left;
   const std::string text = one_line(why);
-  watch_->stop();  // it would end this process by what is announced here
+  watch_->stop();  // its reaction to the announcement here would end this process
   announce_failure({FailureClass::kPrimary, monotonic_ns(), rank_, 1, text});
   abort_here(text, epoch_, Aborter::kSelf);
   stop_queue();
@@ -200,7 +201,7 @@ void ProcessWorld::close_failed(const std::string& why) {
   end();
 }
 
-/// A lost rank says no more and is not waited for; the living ones have had time to read its words.
+/// A lost rank says no more and is not waited for; the live ones have had time to read its message.
 std::chrono::milliseconds ProcessWorld::patience_for_others() const {
   return lost_.is_set() ? state_->abort_flag->patience.words() : times_.leaving();
 }
@@ -215,7 +216,8 @@ void ProcessWorld::end() noexcept {
 }
 
 void ProcessWorld::leave_to_parent() noexcept {
-  // Their destructors would join threads that are not here, and take sockets off the parent's epoll.
+  // Their destructors would join threads that do not exist here, and remove sockets from the
+  // parent's epoll.
   static_cast<void>(watch_.release());
   static_cast<void>(connections_.release());
   static_cast<void>(messages_.release());
@@ -225,7 +227,7 @@ void ProcessWorld::leave_to_parent() noexcept {
 }
 
 bool ProcessWorld::missing_are_alive(const std::string& key, std::map<int, std::string>& beats) {
-  // Each of those who wait looks at a few; all of them are in the watches' ring, too.
+  // Each waiting rank checks a few ranks; all are also in the ring of the watches.
   for (const int rank : neighbours(store_->missing(key, size_).members, rank_)) {
     const std::string beat = store_->find(store_key::pulse(rank)).value_or("");
     if (std::exchange(beats[rank], beat) == beat) return false;
@@ -246,17 +248,17 @@ void ProcessWorld::wait_for_the_last(const std::string& key) {
 
 void ProcessWorld::leave_together() {
   // A connection that closes while a peer still reads from it looks like a lost rank, and so does
-  // the store when rank 0 takes it away.
+  // the store when rank 0 removes it.
   try {
     if (ends_by_call()) state_->board->set_leaving();
     meet_on_board(*state_->board, [&] { wait_for_the_last(kLeave); });
     watch_->stop();
-    // Units and groups of the program's may live on, and hold the connections.
+    // The program's units and groups may live longer, and hold the connections.
     if (drops_held_groups_) connections_->reset(epoch_);
     if (drops_held_groups_ && messages_) messages_->reset(epoch_);
     connections_->close();
     if (messages_) messages_->close();
-    decltype(state_->made) groups;  // end outside of the lock
+    decltype(state_->made) groups;  // destroyed without the lock
     {
       const base::Lock lock(state_->mutex);
       groups.swap(state_->made);
@@ -273,12 +275,12 @@ void ProcessWorld::leave_together() {
   }
 }
 
-/// Keeps the store until the other ranks, which have caught their errors, too, are about to leave:
+/// Keeps the store until the other ranks, which have caught their errors too, are about to leave:
 /// without it they would end as after the loss of a rank.
 void ProcessWorld::leave_after_abort(std::chrono::milliseconds patience) {
   try {
     if (rank_ == 0 && !launch_.agent_store) {
-      const AbortFlag never;  // our own is set
+      const AbortFlag never;  // this World's own flag is set
       store_->meet(kLeft, rank_, everyone_, patience, never);
     } else {
       in_time([store = store_, rank = rank_, size = size_] {
@@ -300,7 +302,7 @@ std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
 
 void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
   const base::Lock lock(epoch_mutex_);
-  if (epoch != epoch_) return;  // recovered in the meantime
+  if (epoch != epoch_) return;  // it has recovered in the meantime
   if (aborter_ == Aborter::kNone) aborter_ = by;
   state_->board->freeze();
   state_->abort_flag->mark(why);
@@ -314,9 +316,9 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
   const bool said = why.find(suspicion) != std::string::npos;
   const std::string text =
       of_rank(rank_, said ? one_line(why) : concat(one_line(why), ": ", one_line(suspicion)));
-  const int epoch = static_cast<int>(of);  // recoveries and epochs are counted together
+  const int epoch = static_cast<int>(of);  // recoveries and epochs have the same numbers
   abort_here(one_line(why), epoch, Aborter::kSelf);
-  if (epoch != epoch_) return;        // over: this rank tells nobody
+  if (epoch != epoch_) return;        // it is over: this rank tells no other
   state_->abort_flag->acknowledge();  // the caller throws
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
@@ -325,7 +327,7 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
 
 /// Announces the disagreement first: once this rank has thrown, its program may recover.
 void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
-  if (epoch != epoch_) return;  // recovered in the meantime
+  if (epoch != epoch_) return;  // it has recovered in the meantime
   in_time([store = store_, disagreement, epoch] {
     return store->set_if_absent(store_key::abort(epoch), encode({disagreement, true}));
   });
@@ -343,9 +345,9 @@ void ProcessWorld::recover() {
   state_->abort_flag->acknowledge();
   const int next = epoch_ + 1;
   queue_->drain();
-  // On the board, where a rank that is lost meanwhile is noticed as in any other wait.
+  // The meeting is on the board, so a rank that is lost meanwhile is noticed as in any other wait.
   meet_on_board(*state_->board, [&] {
-    // Our own abort flag is set.
+    // This World's own abort flag is set.
     store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, lost_);
   });
   store_is_silent_ = false;  // it has just answered
@@ -380,7 +382,7 @@ void ProcessWorld::refused() noexcept {
     };
     BoundedCalls().run(call, kUndoPatience);
   } catch (...) {
-    // It leaves all the same, with the error that it has announced.
+    // The rank leaves all the same, with the error that it has announced.
   }
 }
 
@@ -389,7 +391,7 @@ void ProcessWorld::stay_for_readers() const noexcept {
   if (!serves_store) return;
   const auto words = state_->abort_flag->patience.words();
   std::this_thread::sleep_for(words);
-  // Boards are read until then: by a rank that has noticed the loss, after it has said so.
+  // A rank that has noticed the loss reads boards until then, after it has said so.
   const auto end = std::chrono::steady_clock::now() + words;
   try {
     while (published_epoch_ == epoch_ && std::chrono::steady_clock::now() < end &&
@@ -397,7 +399,7 @@ void ProcessWorld::stay_for_readers() const noexcept {
       std::this_thread::sleep_for(times_.poll);
     }
   } catch (const std::exception&) {
-    // Nobody can read what is not there.
+    // Without a store no rank can read.
   }
 }
 
@@ -416,7 +418,7 @@ void ProcessWorld::publish_board(int epoch) noexcept {
 
 namespace {
 
-/// As collect_boards() reads it.
+/// The store in the form that collect_boards() reads.
 class BoardStore final : public WatchedStore {
  public:
   explicit BoardStore(Store& store) : store_(store) {}
@@ -457,7 +459,7 @@ std::string ProcessWorld::hang_report() noexcept {
     if (auto all = boards_in_time(collect, time + times_.telling())) {
       boards = *std::move(all);
     } else if (const auto server = store_->server_rank()) {
-      // Gone with its rank: only who waits for that one has something to say.
+      // The server has left with its rank: only a rank that waits for it has something to report.
       if (*server != rank_) boards.silent.push_back(*server);
       HangReport report = find_hang(boards);
       std::erase_if(report.roots, [](const HangRoot& root) {
@@ -473,7 +475,7 @@ std::string ProcessWorld::hang_report() noexcept {
 
 std::optional<std::string> ProcessWorld::in_time(std::function<std::string()> call) noexcept {
   if (store_is_silent_) return std::nullopt;
-  // The store may have gone with rank 0, and the error itself must not be held up by that.
+  // The store may have gone with rank 0, and that must not delay the error itself.
   try {
     auto answer = BoundedCalls().run(std::move(call), times_.telling());
     if (!answer) store_is_silent_ = true;
@@ -495,7 +497,7 @@ std::optional<FailureRecord> ProcessWorld::announce_failure(const FailureRecord&
 
 std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
   return decoded(in_time([store = store_] {
-    return store->find(store_key::kFailure).value_or(std::string());  // which no failure encodes to
+    return store->find(store_key::kFailure).value_or(std::string());  // no failure encodes to ""
   }));
 }
 

@@ -21,17 +21,17 @@
 
 namespace tessera::comm {
 
-/// One collective of a traced step: from its submission to the end of the wait for it. What shows
-/// is what this rank knows: when it went out, and when somebody here had waited for it. Made only
+/// One collective of a traced step, from its submission to the end of the wait for it. It shows
+/// what this rank knows: when it was issued, and when some thread here had waited for it. Made only
 /// while there is a trace.
 class TracedCollective {
  public:
-  /// On the submitting thread; null where nothing is traced.
+  /// Called on the submitting thread; returns null where nothing is traced.
   static std::unique_ptr<TracedCollective> of(const Batch& batch, const Group& group);
 
-  /// On the issuing thread, as the batch goes out.
+  /// Called on the issuing thread, when the batch is issued.
   void issued();
-  /// It is complete; this thread has waited for it since `begin`.
+  /// Called when it is complete; this thread has waited for it since `begin`.
   void waited_since(TraceClock::time_point begin);
 
  private:
@@ -118,11 +118,12 @@ struct Pending::State {
     out.store(kOut, std::memory_order_release);
     out.notify_all();
   }
-  /// Until issued() was called. Errors: what the interrupt check throws; kUsage in a child of fork().
+  /// Blocks until issued() was called. Errors: those of the interrupt check; kUsage in a child of
+  /// fork().
   void wait_until_out();
 
   static constexpr int kOut = -1;
-  std::atomic<int> out{0};  // kOut: issued, or never going to be; else how often it was woken
+  std::atomic<int> out{0};  // kOut: issued, or never to be; else how often it was woken
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
   const std::shared_ptr<AbortFlag> abort_flag;
@@ -155,7 +156,7 @@ class WakesIssueWait final : public base::WakesWait {
 void Pending::State::wait_until_out() {
   int now = out.load(std::memory_order_acquire);
   if (now == kOut) return;
-  // The thread that would issue it is the parent's.
+  // The issuing thread exists only in the parent.
   if (world_abort_flag->is_in_child()) world_abort_flag->raise();
   const WakesIssueWait wakes(out, kOut);
   base::InterruptTimer timer;
@@ -173,8 +174,8 @@ void Pending::wait() {
   try {
     if (state_->failure) std::rethrow_exception(state_->failure);
     if (!state_->work) return;
-    // Finished or not: once a rank has left the common order, what arrived may be of another of its
-    // collectives.
+    // Finished or not: once a rank has left the common order, what arrived may belong to another of
+    // its collectives.
     state_->abort_flag->check();
     state_->work->wait();
   } catch (const LostRank& error) {
@@ -215,7 +216,7 @@ struct IssueQueue::Impl {
   std::deque<Submission> waiting TESSERA_GUARDED_BY(mutex);
   bool busy TESSERA_GUARDED_BY(mutex) = false;  // one is being issued
   bool stopping TESSERA_GUARDED_BY(mutex) = false;
-  std::optional<Submission> held_back;  // of the thread, while it is busy
+  std::optional<Submission> held_back;  // kept for the thread while it is busy
   std::thread thread;
 };
 
@@ -233,7 +234,7 @@ void IssueQueue::Impl::issue(Submission submission) {
     work = submission.group->issue(std::move(submission.batch), ready);
   } catch (const std::exception& error) {
     failure = std::current_exception();
-    // Whatever comes after it would meet other collectives on the other ranks.
+    // Every later collective would meet other collectives on the other ranks.
     abort_flag->mark(concat("a collective could not be issued: ", one_line(error.what())));
   } catch (...) {
     failure = std::current_exception();
@@ -281,17 +282,17 @@ void IssueQueue::Impl::run() {
 Pending IssueQueue::Impl::submit(Submission submission) {
   auto state = submission.state;
   state->traced = TracedCollective::of(submission.batch, *submission.group);
-  // There is nobody to keep an order with, or this thread keeps it.
+  // A group of one rank needs no order, and this thread keeps the order of the rest.
   if (submission.group->size() == 1) {
     issue(std::move(submission));
     return Pending(std::move(state));
   }
-  // A dry run's tensors have no values on the thread of the rank alone.
+  // The tensors of a dry run have values only on the thread of their rank.
   if (submission.group->stream() || submission.group->is_dry()) {
     const base::Lock lock(launching);
     issue(std::move(submission));
-    // At once, and as it is: what is submitted next would say only that the queue has ended, and
-    // whether memory has run out is told by the error's type.
+    // Thrown at once, and unchanged: the next submission would say only that the queue has ended,
+    // and only the error's type tells whether memory has run out.
     if (state->failure) Pending(state).wait();
     return Pending(std::move(state));
   }

@@ -27,9 +27,9 @@
 namespace tessera::comm {
 namespace {
 
-/// How many CUDA devices a child of this process sees: a driver that is asked may start threads,
-/// and the parent of own spawn has to have one. 0 where the child cannot tell: its ranks will say
-/// why.
+/// Returns the number of CUDA devices that a child of this process sees: a driver that is called
+/// may start threads, and the parent of own spawn must have one thread. 0 where the child cannot
+/// tell: its ranks will report why.
 int cuda_devices_by_a_child() {
   constexpr int kMostTold = 255;  // an exit code
   const ChildEnds ends;
@@ -39,7 +39,7 @@ int cuda_devices_by_a_child() {
     int found = 0;
     try {
       found = cuda_devices();
-    } catch (const std::exception&) {  // as its ranks will say
+    } catch (const std::exception&) {  // its ranks will report it
     }
     ::_exit(std::min(found, kMostTold));
   }
@@ -50,7 +50,7 @@ int cuda_devices_by_a_child() {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 0;
 }
 
-/// Before own spawn starts them: refuses, or says that "auto" is the CPU for want of devices.
+/// Refuses before own spawn starts ranks, or logs that "auto" is the CPU for lack of devices.
 void check_devices(const RunPlace& place, const std::string& backend) {
   if (place.device == "cpu") return;
   const int devices = cuda_devices_by_a_child();
@@ -85,11 +85,11 @@ std::optional<int> start_ranks(RunPlace& place, const WorldOptions& options) {
 
 namespace {
 
-// The place at which ranks over a program's store tell each other their hosts.
+// The key under which ranks over a program's store tell each other their hosts.
 constexpr const char* kHosts = "the store";
 
-/// Reads the variables of the launcher; none where they mean another rank, or contradict each
-/// other: they are the program's business, which has another way to know its ranks.
+/// Reads the variables of the launcher. Returns none where they mean another rank or contradict
+/// each other: then they belong to the program, which knows its ranks in another way.
 std::optional<LaunchEnvironment> launcher_of(int rank, int size, const WorldOptions& options) {
   try {
     auto launch =
@@ -102,7 +102,7 @@ std::optional<LaunchEnvironment> launcher_of(int rank, int size, const WorldOpti
   }
 }
 
-/// Differs also between hosts that have the same name.
+/// A text that also differs between hosts of the same name.
 std::string this_host() {
   std::array<char, 256> name{};
   if (::gethostname(name.data(), name.size() - 1) != 0) name.front() = '\0';
@@ -115,7 +115,7 @@ std::string name_of(const std::string& host) { return host.substr(0, host.find('
 
 std::string host_key(int rank) { return concat("host/", rank); }
 
-/// Finds where the ranks are: they tell each other over the store.
+/// Finds the hosts of the ranks, which tell each other over the store.
 LaunchEnvironment found_over(Store& store, int rank, int size, const WorldOptions& options) {
   const std::string mine = this_host();
   store.set(host_key(rank), mine);
@@ -129,7 +129,7 @@ LaunchEnvironment found_over(Store& store, int rank, int size, const WorldOption
   launch.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, mine));
   const auto other = std::ranges::find_if(hosts, [&](const auto& host) { return host != mine; });
   launch.hosts = other == hosts.end() ? Hosts::kOne : Hosts::kSeveral;
-  // Towards another host this one has the address at which that one finds it.
+  // The address of this host for another host is the one at which that host finds it.
   launch.master_addr = other == hosts.end() ? "127.0.0.1" : name_of(*other);
   const auto known = launcher_of(rank, size, options);
   if (!known) return launch;
@@ -142,9 +142,9 @@ LaunchEnvironment found_over(Store& store, int rank, int size, const WorldOption
   return launch;
 }
 
-/// This rank ends before it has a World. It still takes its place among `size` ranks (none: as many
-/// as the first has said), so that the others come to the failure watch, which reads them why it is
-/// not there.
+/// Reports that this rank ends before it has a World. It still arrives among `size` ranks (none: as
+/// many as the first has said), so that the others start their failure watches, which tell them why
+/// it is missing.
 void tell_end(Store& store, int rank, std::optional<int> size, int code,
               const std::string& why) noexcept {
   const base::NoInterrupts until_told;
@@ -152,11 +152,11 @@ void tell_end(Store& store, int rank, std::optional<int> size, int code,
     const FailureRecord failure{FailureClass::kPrimary, monotonic_ns(), rank, code, why};
     store.set_if_absent(store_key::kFailure, encode(failure));
     if (!size) size = store.required_size();
-    if (rank >= *size) return;  // nobody waits for it
+    if (rank >= *size) return;  // no rank waits for it
     store.set(host_key(rank), this_host());
     store.arrive(kHosts, rank, *size);
   } catch (const std::exception&) {
-    // A store that is gone, or silent, tells nobody.
+    // The store is gone or silent: no rank can be told.
   }
 }
 
@@ -212,7 +212,7 @@ std::shared_ptr<World> connect_over(const StorePtr& store, int rank, int size,
 std::shared_ptr<World> connect_at(const RunPlace& place, WorldOptions options) {
   options.device = place.device;
   auto launch = place.launch;
-  // Also where nobody is to be connected.
+  // Also where no rank is to be connected.
   const auto device = device_of_rank(options.device, launch.local_rank);
   backend_named(options.backend, device.type());
   if (launch.world_size == 1) return World::of_one(options);

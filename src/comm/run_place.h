@@ -1,5 +1,5 @@
-// Where a run takes place: which rank this process is, how many there are and on which device. What
-// starts a run (launch(), a verb of the program) reads it once, before any rank connects.
+// RunPlace: which rank this process is, how many ranks there are, and on which device. The code
+// that starts a run (launch(), a verb of the program) reads it once, before any rank connects.
 //
 // Next: launch/launch_environment.h reads the variables, launch/spawn.h starts ranks,
 // failure_report.h says how one fails.
@@ -22,13 +22,13 @@ struct RunPlace {
   bool launched() const { return launch.launcher != Launcher::kSingle; }
 };
 
-/// Reads the launcher's variables and takes the device of `options`. Has one rank where nobody
-/// launched this process. Errors: kUsage of read_launch_environment().
+/// Reads the launcher's variables and takes the device of `options`. Has one rank where no launcher
+/// started this process. Errors: kUsage of read_launch_environment().
 RunPlace read_place(const WorldOptions& options);
 
-/// Starts this program as `place.ranks` ranks (spawn_ranks) and returns their exit code, unless this
-/// process is a rank itself. Own spawn decides the device of all ranks: where "auto" finds too few
-/// for them, all take the CPU, and the log says so. Errors: kUsage where "cuda" finds too few,
+/// Starts this program as `place.ranks` ranks (spawn_ranks) and returns their exit code, unless
+/// this process is a rank itself. Own spawn decides the device of all ranks: where "auto" finds too
+/// few for them, all take the CPU, and the log says so. Errors: kUsage where "cuda" finds too few,
 /// before any rank starts; those of spawn_ranks.
 std::optional<int> start_ranks(RunPlace& place, const WorldOptions& options);
 

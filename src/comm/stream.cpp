@@ -14,7 +14,8 @@
 namespace tessera::comm {
 namespace {
 
-/// Of CUDA and of the process, as libtorch's streams are; of other devices 0.
+/// Counts the CUDA streams of the process, as libtorch's pools are the process's; 0 for other
+/// devices.
 int count_one_more(c10::Device device, StreamUse use) {
   constexpr std::size_t kDevices = 128;  // beyond those of any host; others are not counted
   static std::array<std::array<std::atomic<int>, 2>, kDevices> made{};
@@ -28,7 +29,7 @@ bool is_left_out(EventSite site, EventEnd end) {
   return hook && (*hook)(site, end);
 }
 
-/// Of each device the first one.
+/// Returns the first stream of each device.
 std::vector<c10::Stream> one_a_device(std::span<const Stream> streams) {
   std::vector<c10::Stream> chosen;
   for (const Stream& stream : streams) {
@@ -91,12 +92,13 @@ Stream Stream::made_of(c10::Device device, StreamUse use) {
 }
 
 std::string shared_stream_warning(c10::Device device, StreamUse use, int made) {
-  // c10/cuda/CUDAStream.cpp: of each priority so many, which are shared in turn.
+  // c10/cuda/CUDAStream.cpp: libtorch has so many for each priority, which are then reused in turn.
   constexpr int kStreamsOfCuda = 32;
   if (!device.is_cuda() || made != kStreamsOfCuda + 1) return "";
   return concat(
       "device ", device, ": found more than ", kStreamsOfCuda, " streams ",
-      use == StreamUse::kRank ? "of the rank's computation" : "of groups and messages between ranks",
+      use == StreamUse::kRank ? "of the rank's computation"
+                              : "of groups and messages between ranks",
       ", which is as many as libtorch has: the next ones are shared a second time, and what "
       "shares one waits for each other; expected fewer groups, or neighbours in a pipeline, "
       "in one process");
@@ -109,7 +111,7 @@ void Event::record(const Stream& stream, EventSite site) {
     event_.reset();
     return;
   }
-  // A copy goes on marking the old point, and an event stays on the device of its first record.
+  // A copy continues to mark the old point, and an event stays on the device of its first record.
   const bool reusable = event_ != nullptr && event_.use_count() == 1 &&
                         event_->device_type() == stream.device().type() &&
                         event_->device_index() == stream.device().index();

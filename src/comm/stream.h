@@ -1,10 +1,10 @@
 // Stream, StreamScope, Event, Uses: the order of what a device does.
 //
-// Work that is launched on one stream is done in that order; work of two streams in any, unless an
-// event was recorded on the one and the other blocks on it. None of these calls lets the host wait.
-// Over c10's generic streams and events: no header of CUDA is needed, and whatever accelerator
-// libtorch knows is served. On the CPU, where work is done once the call returns, all of them are
-// empty: nothing is allocated and nobody is asked.
+// Work that is launched on one stream is done in that order; work of two streams in any order,
+// unless an event was recorded on one stream and the other blocks on it. None of these calls makes
+// the host wait. The classes use c10's generic streams and events: they need no CUDA header and
+// serve every accelerator that libtorch knows. On the CPU, where work is done once the call
+// returns, all of them are empty: they allocate and query nothing.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -22,34 +22,37 @@
 
 namespace tessera::comm {
 
-/// Why an event is there: each place where the library orders two streams. A test leaves out one
-/// after the other, and the simulated device has to find each (tests/sim).
+/// Why an event exists: each place where the library orders two streams. A test leaves out one
+/// after the other, and the simulated device has to detect each (tests/sim).
 enum class EventSite : std::uint8_t {
   kIssue,     ///< a group's stream is ordered after the caller's, which made what is sent
   kWorkEnd,   ///< the caller's stream is ordered after the collective
   kPeers,     ///< ranks of one process: streams that read each other's memory
   kP2PPost,   ///< the stream of a message is ordered after what was launched before it was posted
   kP2PEnd,    ///< the caller's stream is ordered after the message
-  kPoolBack,  ///< who takes a block is ordered after its last use
+  kPoolBack,  ///< the next user of a block is ordered after its last use
   kPoolFree,  ///< the allocator's stream is ordered after the last use of a block that is freed
-  kPoolMade,  ///< who takes a new block is ordered after what its memory was before
-  kGather,    ///< a second stream that uses gathered parameters, and who gives them back
-  kAccept,    ///< gradients that several streams add: each behind the last one, and the reduction
-  kDeferred,  ///< a weight gradient that is formed on another stream than it was put off on
-  kReduced,   ///< who reads a sum is ordered after its reductions
+  kPoolMade,  ///< the first user of a new block is ordered after what its memory was before
+  kGather,    ///< a second stream that uses gathered parameters, and the reshard after it
+  /// gradients that several streams add: each is ordered after the last one, and the reduction
+  kAccept,
+  kDeferred,  ///< a weight gradient that is formed on another stream than the one that deferred it
+  kReduced,   ///< the reader of a sum is ordered after its reductions
   kHostRead,  ///< the host is ordered after the copy that it reads
   kSnapshot,  ///< the copy of a checkpoint is ordered after what it copies
-  kSnapshotEnd,  ///< who writes that next, and who writes the file, is ordered after the copy
+  /// the next writer of that, and the writer of the file, are ordered after the copy
+  kSnapshotEnd,
 };
 std::string_view to_string(EventSite site);
-/// Which half of one: test_hooks::leaves_out_event.
+/// One half of such an event: test_hooks::leaves_out_event.
 enum class EventEnd : std::uint8_t { kRecord, kBlock };
 
-/// What a stream is for. libtorch has a few streams of CUDA for each priority, which all users of a
-/// process share: those by which ranks wait for each other have theirs, and of a higher one.
+/// The purpose of a stream. libtorch has a few CUDA streams for each priority, which all users of a
+/// process share. Streams by which ranks wait for each other have a higher priority, so they share
+/// none with the rest.
 enum class StreamUse : std::uint8_t { kRank, kOtherRanks };
-/// Of a device whose `made`-th stream of that use was just made: a warning where it is the first one
-/// that is somebody's already, else "".
+/// Returns a warning where the `made`-th stream of a device for that use, just made, is the first
+/// one that has another user already; else "".
 std::string shared_stream_warning(c10::Device device, StreamUse use, int made);
 
 class Stream {
@@ -57,18 +60,18 @@ class Stream {
   Stream() = default;
   explicit Stream(const c10::Stream& stream) : stream_(stream) {}
 
-  /// The calling thread's current one of the device; without an index: of its current device.
+  /// The calling thread's current stream of the device; without an index: of its current device.
   static Stream current(c10::Device device) {
     return device.is_cpu() ? Stream() : current_of(device);
   }
-  /// A new one; of CUDA, where many were made, one that was made before: the first time that is said.
+  /// Makes a stream. Where many CUDA streams were made it is one that exists already: warns once.
   static Stream make(c10::Device device, StreamUse use = StreamUse::kRank) {
     return device.is_cpu() ? Stream() : made_of(device, use);
   }
 
   explicit operator bool() const { return stream_.has_value(); }
   c10::Device device() const { return stream_ ? stream_->device() : c10::Device(c10::kCPU); }
-  const c10::Stream& get() const { return *stream_; }  ///< not of an empty one
+  const c10::Stream& get() const { return *stream_; }  ///< must not be empty
 
   friend bool operator==(const Stream& one, const Stream& other) {
     return one.stream_ == other.stream_;
@@ -81,8 +84,8 @@ class Stream {
   std::optional<c10::Stream> stream_;
 };
 
-/// While it lives, the stream is the thread's current one, and its device the current device. Of an
-/// empty one: nothing changes.
+/// Makes the stream the thread's current one, and its device the current device, while the scope
+/// lives. An empty stream changes nothing.
 class StreamScope {
  public:
   explicit StreamScope(const Stream& stream) {
@@ -93,7 +96,7 @@ class StreamScope {
   std::optional<c10::StreamGuard> guard_;
 };
 
-/// The same of several at once: of each device the first one. The current device stays. None are
+/// The same for several streams, the first one of each device. The current device stays. None is
 /// empty.
 class StreamsScope {
  public:
@@ -103,17 +106,18 @@ class StreamsScope {
   c10::MultiStreamGuard guard_;
 };
 
-/// A point in a stream's work. Copies mark the same point, whatever the original marks later.
+/// A point in a stream's work. A copy marks the same point, whichever the original marks later.
 /// Threads: one at a time; copies are independent.
 class Event {
  public:
-  /// Behind all that was launched on `stream` so far; nothing, of an empty one.
+  /// Marks the point after all that was launched on `stream` so far; an empty stream has none.
   void record(const Stream& stream, EventSite site);
-  /// What is launched on `stream` from now on is ordered after the point. An empty stream does not wait.
+  /// Orders what is launched on `stream` from now on after the point. An empty stream does not
+  /// wait.
   void block(const Stream& stream, EventSite site) const {
     if (event_ != nullptr && stream) block_on(stream, site);
   }
-  /// Whether it has been passed: also if it marks nothing. Never waits.
+  /// Whether the point has passed; true where the event marks nothing. Never waits.
   bool done() const { return event_ == nullptr || event_->query(); }
 
  private:
@@ -122,8 +126,8 @@ class Event {
   std::shared_ptr<c10::Event> event_;
 };
 
-/// What is launched on `later` from now on is ordered after what was launched on `earlier` so far.
-/// Nothing, where they are one stream, or either is empty.
+/// Orders what is launched on `later` from now on after what was launched on `earlier` so far. Does
+/// nothing where they are the same stream or either is empty.
 inline void order(const Stream& earlier, const Stream& later, EventSite site) {
   if (!earlier || !later || earlier == later) return;
   Event reached;
@@ -131,22 +135,22 @@ inline void order(const Stream& earlier, const Stream& later, EventSite site) {
   reached.block(later, site);
 }
 
-/// The streams that use some memory, the one first that made it ready. An event is recorded when a
-/// second stream comes, and not when the first one is done: so it may be behind more than was
-/// needed, and costs nothing where no second one comes. Threads: one at a time.
+/// The streams that use some memory; the first one has made it ready. An event is recorded when a
+/// second stream comes, and not when the first one is done: so it may wait for more than was
+/// needed, and costs nothing where no second stream comes. Threads: one at a time.
 class Uses {
  public:
-  /// `stream` uses it, too, behind what the first one has done. Again: nothing happens.
+  /// Makes `stream` a user, ordered after what the first one has done. A second call does nothing.
   void enter(const Stream& stream, EventSite site) {
     if (stream && !has(stream)) enter_new(stream, site);
   }
-  /// `stream` uses it, and is ordered after the first one by itself.
+  /// Notes a user that is ordered after the first one already.
   void note(const Stream& stream) {
     if (stream && !has(stream)) streams_.push_back(stream);
   }
-  /// `stream` is ordered after all that use it, and is the first one from now on.
+  /// Orders `stream` after all users; it is the first one from now on.
   void join(const Stream& stream, EventSite site);
-  /// It is other memory now.
+  /// Forgets all users: the memory is new.
   void clear() { streams_.clear(); }
 
  private:

@@ -27,7 +27,7 @@ namespace tessera::comm {
 
 class ThreadWorld;
 
-/// What the ranks share.
+/// The state that the ranks share.
 struct ThreadRun {
   ThreadRun(int ranks, ThreadBackend kind, const WorldOptions& what)
       : size(ranks), backend(backend_of(kind)), options(what), rendezvous(what.timeout) {
@@ -42,9 +42,9 @@ struct ThreadRun {
 
   /// Marks every rank's World and ends all waits.
   void abort_all(const std::string& why);
-  /// What was found in an earlier epoch no longer counts.
+  /// Does nothing where the epoch of the finding is over.
   void abort_all_in(int epoch_of_finding, const std::string& why);
-  int begin_epoch();  ///< by one rank for all: after a failure
+  int begin_epoch();  ///< called by one rank for all, after a failure
   int present_epoch();
 
   base::Mutex mutex;
@@ -56,8 +56,8 @@ struct ThreadRun {
   int epoch_ TESSERA_GUARDED_BY(mutex) = 0;
 };
 
-/// A World whose ranks are threads of one process. All ranks hang on one ThreadRun; aborting one
-/// aborts all, at once.
+/// A World whose ranks are threads of one process. All ranks share one ThreadRun, so aborting one
+/// rank aborts all, at once.
 class ThreadWorld : public World {
  public:
   ThreadWorld(std::shared_ptr<ThreadRun> run, int rank);
@@ -76,9 +76,9 @@ class ThreadWorld : public World {
   /// Whether an error of its rank only repeats why others have aborted this World.
   bool repeats_abort(const std::string& error) const;
   void wake();
-  /// By its thread, as it ends: what the backend ends on all ranks together.
+  /// Called by its thread, as it ends: ends what the backend ends on all ranks together.
   void end_connections();
-  /// This rank's share of a recovery: nothing may be under way on any rank.
+  /// This rank's part of a recovery; nothing may be in flight on any rank.
   void repair(int epoch);
 
  protected:
@@ -88,7 +88,7 @@ class ThreadWorld : public World {
  private:
   std::shared_ptr<ThreadRun> run_;
   std::unique_ptr<Connections> connections_;
-  std::unique_ptr<Connections> messages_;  ///< of control, where the backend carries none
+  std::unique_ptr<Connections> messages_;  ///< for control messages, where the backend carries none
   std::unique_ptr<FailureWatch> watch_;
 };
 
@@ -123,7 +123,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
   state_->store = run_->store;
   state_->init_timeout = run_->options.init_timeout;
   state_->abort_flag->when_interrupted([this] { abort("interrupted while it waited"); });
-  // What connects processes needs what they need, also between threads.
+  // A backend that connects processes needs the same between threads.
   const bool as_processes = run_->backend.connects_processes() && size_ > 1;
   connections_ =
       as_processes ? run_->backend.open(LaunchEnvironment{}) : open_in_process(run_->rendezvous);
@@ -161,11 +161,11 @@ std::string ThreadWorld::backend() const {
 
 void ThreadWorld::abort_epoch(std::uint64_t epoch, const std::string& why) {
   if (closed_) return;
-  // Recoveries and epochs are counted together.
+  // Recoveries and epochs have the same numbers.
   run_->abort_all_in(static_cast<int>(epoch), of_rank(rank_, one_line(why)));
 }
 
-/// The others are threads of this process: nothing that they use goes with this rank's World.
+/// The other ranks are threads of this process: nothing that they use ends with this rank's World.
 void ThreadWorld::close() {
   if (closed_.exchange(true)) return;
   queue_->close();
@@ -185,7 +185,7 @@ bool ThreadWorld::repeats_abort(const std::string& error) const {
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
 void ThreadWorld::end_connections() {
-  if (messages_ && !aborted()) connections_->close();  // else destructors do
+  if (messages_ && !aborted()) connections_->close();  // otherwise destructors do
 }
 
 void ThreadWorld::recover() {
@@ -193,14 +193,14 @@ void ThreadWorld::recover() {
   connections_->require_recovery();
   if (!aborted()) abort(kRecovers);
   queue_->drain();               // its thread may still be inside a collective
-  run_->rendezvous.meet(size_);  // from here on nobody is in one
+  run_->rendezvous.meet(size_);  // from here on no rank is in one
   if (rank_ == 0) {
     run_->begin_epoch();
     run_->rendezvous.reset();
   }
   run_->rendezvous.meet(size_);
   repair(run_->present_epoch());
-  run_->rendezvous.meet(size_);  // a rank that goes on meets no half-repaired one
+  run_->rendezvous.meet(size_);  // a rank that resumes meets no half-repaired rank
 }
 
 void ThreadWorld::repair(int epoch) {
@@ -332,7 +332,7 @@ void ThreadRanks::run(const std::function<void(World&)>& body) {
   const bool aborted = std::any_of(impl_->worlds.begin(), impl_->worlds.end(),
                                    [](const auto& world) { return world->aborted(); });
   if (aborted) {
-    // A queue's thread that is still inside a collective would join the next generation's.
+    // A queue's thread that is still inside a collective would join that of the next generation.
     for (const auto& world : impl_->worlds) world->queue().drain();
     impl_->run->rendezvous.reset();
     const int epoch = impl_->run->begin_epoch();

@@ -1,7 +1,7 @@
 // ThreadRanks: ranks as threads that stay, for grids of thousands of multi-rank cases.
 //
-// launch_threads() makes one, runs one body and destroys it; a test makes one and runs body after
-// body: the threads, their Worlds and their groups (Gloo's connections too) are kept in between. An
+// launch_threads() makes one, runs one body and destroys it; a test makes one and runs many bodies:
+// the threads, their Worlds and their groups (also Gloo's connections) are kept between bodies. An
 // error in a body aborts the run, frees the other ranks, and is repaired before the next body.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The one place for what torch 2.11 and 2.13 name differently.
+// All differences between torch 2.11 and 2.13 that the library works around.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -31,8 +31,8 @@ auto make_node(Args&&... args) {
 #endif
 }
 
-/// The leaf's uses from here on have this AccumulateGrad node, as long as it lives; null: the next
-/// one makes a node of its own.
+/// Gives later uses of the leaf this AccumulateGrad node, as long as it lives; null: the next use
+/// makes a node.
 inline void set_grad_accumulator(const at::Tensor& leaf, const NodePtr& node) {
 #if TESSERA_TORCH_AT_LEAST(2, 13)
   torch::autograd::impl::set_grad_accumulator(leaf,
@@ -45,14 +45,14 @@ inline void reset_grad_accumulator(const at::Tensor& leaf) {
   set_grad_accumulator(leaf, NodePtr());
 }
 
-/// Of a storage whose data may be read again, and is set next.
+/// Allows reads of a storage's data again; the data are set next.
 #if TESSERA_TORCH_AT_LEAST(2, 13)
 inline void clear_access_error(c10::StorageImpl& storage) {
   storage.clear_data_ptr_access_error_msg_();
 }
 #else
-// There the message can be set and not taken back. The flag is private: an explicit instantiation
-// may name it.
+// In these versions the message can be set but not cleared. The flag is private: an explicit
+// instantiation may name it.
 void clear_flag_of(c10::StorageImpl& storage);
 template <bool c10::StorageImpl::* flag>
 struct AccessErrorFlag {

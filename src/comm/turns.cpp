@@ -31,10 +31,10 @@
 namespace tessera::comm {
 namespace {
 
-/// Holds the state that libtorch keeps for the thread, and that belongs to the pass that runs on it.
+/// Holds the state that libtorch keeps for the thread and that belongs to the pass that runs on it.
 class ThreadState {
  public:
-  /// As it is now.
+  /// Reads the present state.
   explicit ThreadState(c10::Device device) : stream_(Stream::current(device)) {
     if (stream_) device_ = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   }
@@ -52,11 +52,11 @@ class ThreadState {
   at::ThreadLocalState torch_;
   bool caches_casts_ = at::autocast::is_autocast_cache_enabled();
   c10::WarningHandler* warnings_ = c10::WarningUtils::get_warning_handler();
-  Stream stream_;  // of the CPU none
+  Stream stream_;  // empty on the CPU
   c10::Device device_ = c10::kCPU;
 };
 
-/// A call stack, below it a page that nobody may touch.
+/// A call stack, with a page below it that may not be accessed.
 class Stack {
  public:
   Stack() : guard_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))) {
@@ -79,23 +79,23 @@ class Stack {
   void* mapped_ = nullptr;
 };
 
-/// One of the two: what is kept of it while the other runs.
+/// One of the two passes: the state that is kept while the other one runs.
 struct Side {
   ucontext_t context{};
   std::int64_t passed = 0;
   std::int64_t pieces = 0;
   bool has_begun = false, has_ended = false;
-  int graph_task = -1;         // that it is suspended in
-  void* fake_stack = nullptr;  // of the address sanitizer, as are the next two
+  int graph_task = -1;         // in which it is suspended
+  void* fake_stack = nullptr;  // the address sanitizer's, as are the next two
   const void* bottom = nullptr;
   std::size_t bytes = 0;
-  void* fiber = nullptr;  // of the thread sanitizer
+  void* fiber = nullptr;  // the thread sanitizer's
 };
 
 enum class Leaving : std::uint8_t { kForATurn, kForGood };
 
-// A sanitizer follows the call stack of each thread, and is told when one is left for another:
-// leaves() comes immediately before the switch, arrives() as the first thing behind it.
+// A sanitizer follows the call stack of each thread, and must be told when a thread changes it:
+// leaves() is called immediately before the switch, arrives() immediately after it.
 
 void leaves([[maybe_unused]] Side& from, [[maybe_unused]] const Side& to,
             [[maybe_unused]] Leaving leaving) {
@@ -114,7 +114,7 @@ void arrives([[maybe_unused]] const Side& here, [[maybe_unused]] Side& from) {
 #endif
 }
 
-/// While it lives, the thread sanitizer has a record for the second stack.
+/// Gives the thread sanitizer a record of the second stack while it lives.
 class Fibers {
  public:
   Fibers([[maybe_unused]] Side& first, [[maybe_unused]] Side& second) {
@@ -151,12 +151,12 @@ class Turns::Stacks {
   /// The second stack's outermost function.
   static void begin_second();
   void prepare_second();
-  /// Calls one side's function. The first error of either stays.
+  /// Calls the function of one side. Keeps the first error of either side.
   void call(const std::function<void()>& body);
-  /// Suspends the side that runs until the other one resumes it.
+  /// Suspends the running side until the other one resumes it.
   void resume(Side& other);
   void require_may_pass(const Side& other) const;
-  /// Adds the piece of the side that runs to a trace.
+  /// Adds the piece of the running side to a trace.
   void end_piece();
 
   const c10::Device device_;
@@ -164,7 +164,7 @@ class Turns::Stacks {
   Side first_, second_;
   Side* running_ = &first_;
   base::PassValues values_of_second_;
-  // The run under way:
+  // The current run:
   const std::function<void()>* second_body_ = nullptr;
   const ThreadState* state_at_begin_ = nullptr;
   const Options* options_ = nullptr;
@@ -183,7 +183,7 @@ void Turns::Stacks::call(const std::function<void()>& body) {
 }
 
 void Turns::Stacks::resume(Side& other) {
-  RECORD_USER_SCOPE("tessera::turn");  // a profile learns where the one's time ends
+  RECORD_USER_SCOPE("tessera::turn");  // ends the first side's time in a profile
   end_piece();
   Side& mine = *running_;
   const ThreadState state(device_);
@@ -220,7 +220,7 @@ void Turns::Stacks::begin_second() {
 
 void Turns::Stacks::prepare_second() {
 #if defined(__SANITIZE_ADDRESS__)
-  // A run before may have left marks of its outermost frame.
+  // An earlier run may have left marks of its outermost frame.
   __asan_unpoison_memory_region(stack_.bottom(), Stack::kBytes);
 #endif
   values_of_second_ = base::pass_values();
@@ -295,7 +295,7 @@ void Turns::Stacks::pass() {
     require_may_pass(other);
     if (!other.has_ended) resume(other);
   }
-  // A destructor that Ended runs is left in peace.
+  // A destructor that runs because of Ended is not interrupted.
   if (error_ && std::uncaught_exceptions() == uncaught_at_begin_) throw Ended();
 }
 

@@ -1,4 +1,4 @@
-// Collectives for users, over the queue that sharding uses (queue.h), on groups of their own.
+// Collectives for users, over the queue that sharding uses (queue.h), on separate groups.
 #include <ATen/ops/amax.h>
 #include <ATen/ops/amin.h>
 #include <ATen/ops/empty.h>
@@ -27,12 +27,12 @@ namespace {
 constexpr std::array kDtypes = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong,
                                 at::kInt,    at::kShort, at::kChar, at::kByte,     at::kBool};
 
-/// In which sums are formed.
+/// The dtype in which sums are formed.
 at::ScalarType sum_dtype(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
 }
 
-/// Of an operation by which every rank waits for every other.
+/// An operation in which every rank waits for every other rank.
 comm::Op everyones(at::Device device) {
   return comm::AllReduce{
       at::ones({1}, at::TensorOptions().device(device)), {}, comm::Route::kRelayed};
@@ -52,7 +52,7 @@ std::string_view to_string(ReduceOp op) {
   return "unknown";
 }
 
-/// Autograd is to notice that memory was written past it.
+/// Tells autograd that memory was written without it.
 void wrote(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
@@ -76,7 +76,7 @@ struct Group::Call {
   const Group& group;
   comm::Kind kind;
   std::string what;
-  std::string how = {};  ///< what ranks have to agree on besides bytes and dtype
+  std::string how = {};  ///< what ranks have to agree on in addition to bytes and dtype
 };
 
 void Group::Call::require_usable(const at::Tensor& tensor) const {
@@ -100,7 +100,7 @@ void Group::Call::require_usable(const at::Tensor& tensor) const {
   TESSERA_CHECK(!(tensor.requires_grad() && at::GradMode::is_enabled()), ErrorKind::kUsage, text(),
                 ": found a tensor that requires grad, expected one that does not: no gradient "
                 "passes through a collective; give x.detach(), or call it without grad mode");
-  static_cast<void>(tensor.const_data_ptr());  // released storage says here whose it is
+  static_cast<void>(tensor.const_data_ptr());  // throws for released storage, naming its owner
 }
 
 void Group::Call::run(std::vector<comm::Op> ops) const {
@@ -114,7 +114,7 @@ void Group::Call::run(std::vector<comm::Op> ops) const {
   try {
     world.queue().submit(*group.group_, std::move(batch)).wait();
   } catch (const std::exception& error) {
-    // Whatever comes after it would meet other collectives on the other ranks.
+    // Every later collective would meet other collectives on the other ranks.
     if (world.size() > 1 && !world.aborted()) world.abort(one_line(error.what()));
     throw;
   }
@@ -171,7 +171,7 @@ at::Tensor Group::mean(const at::Tensor& tensor, const std::string& what) const 
                 c10::toString(tensor.scalar_type()),
                 ", expected a floating one; give x.to(at::kDouble)");
   call.how = concat("mean of ", tensor.sizes());
-  // A sum that 16 bits do not hold may have a mean that they do: it is not rounded on its way.
+  // A sum may not fit into 16 bits where its mean does, so it is not rounded on the way.
   const at::Tensor wide = tensor.to(sum_dtype(tensor.scalar_type()));
   if (!wide.is_same(tensor)) call.how += concat(" ", c10::toString(tensor.scalar_type()));
   return summed(call, wide).div_(size()).to(tensor.scalar_type());
@@ -198,7 +198,8 @@ void Group::broadcast(const at::Tensor& tensor, int group_src, const std::string
                 ": found group_src ", group_src, ", expected an index into the ", size(),
                 " ranks of the group, from 0");
   call.how = concat("from rank ", ranks_[static_cast<std::size_t>(group_src)], " ", tensor.sizes());
-  // A source has nothing to wait for: by itself it would go on, whatever the others call.
+  // A source has nothing to wait for: by itself it would continue, even if the other ranks call
+  // something else.
   call.run({comm::Broadcast{flat(tensor), group_src}, everyones(tensor.device())});
   wrote(tensor);
 }

@@ -23,11 +23,11 @@
 namespace tessera {
 namespace {
 
-// Up to here a group's ranks are named one by one.
+// Up to this number a group's ranks are named one by one.
 constexpr std::size_t kNamedRanks = 8;
 
-/// "gather of ranks 0,1", "gather of ranks 0 to 1023", "gather of ranks 3 to 1019 by 8": others for
-/// others.
+/// "gather of ranks 0,1", "gather of ranks 0 to 1023", "gather of ranks 3 to 1019 by 8": different
+/// ranks have different names.
 std::string group_name(const std::vector<int>& ranks, std::string_view purpose) {
   std::string name = concat(purpose, " of ranks ", ranks.front());
   if (ranks.size() > kNamedRanks) {
@@ -44,7 +44,8 @@ std::string group_name(const std::vector<int>& ranks, std::string_view purpose) 
 
 std::string work_key(int rank) { return concat("work/", rank); }
 
-/// What the rank has said last; "" where the store cannot tell: then it is said without.
+/// Returns what the rank has last said that it does; "" where the store does not answer: the text
+/// omits it.
 std::string work_of(comm::Store& store, int rank) {
   try {
     return store.find(work_key(rank)).value_or("");
@@ -53,7 +54,7 @@ std::string work_of(comm::Store& store, int rank) {
   }
 }
 
-/// "rank 2: hashing the data, ...": of the first few that are busy.
+/// "rank 2: hashing the data, ...": names the first few that are busy.
 std::string works_of(comm::Store& store, int size) {
   constexpr int kNamed = 4;
   std::vector<std::string> named;
@@ -65,7 +66,8 @@ std::string works_of(comm::Store& store, int size) {
   return concat(joined(named), busy > kNamed ? concat(" and ", busy - kNamed, " more") : "");
 }
 
-// Short against the minutes that big files take, long against a start that needs no word.
+// Short compared with the minutes that big files take, long compared with a start that needs no
+// message.
 constexpr std::chrono::seconds kStartUpLine{10};
 
 void require_libtorch_of_build() {
@@ -75,7 +77,7 @@ void require_libtorch_of_build() {
                             library.dli_fname == nullptr ? "" : library.dli_fname);
 }
 
-/// Nobody to talk to: every group has one rank, nothing is lost by a failure elsewhere.
+/// A World of one rank: every group has one rank, and no failure elsewhere matters.
 class SoloWorld : public World {
  public:
   explicit SoloWorld(const WorldOptions& options) : World(0, 1, 0, options) {}
@@ -156,7 +158,7 @@ comm::Stream World::State::Making::stream_of(const std::vector<int>& ranks,
 namespace {
 
 c10::Device device_of(const WorldOptions& options, int local_rank) {
-  require_libtorch_of_build();  // before anything of it is used
+  require_libtorch_of_build();  // before any other use of libtorch
   return comm::device_of_rank(options.device, local_rank);
 }
 
@@ -265,7 +267,7 @@ bool launched() { return comm::read_place({}).launched(); }
 
 namespace {
 
-/// As the rank that this process is.
+/// Runs `body` as the rank that this process is.
 void run_as_rank(const comm::RunPlace& place, const std::function<void(World&)>& body,
                  const WorldOptions& options) {
   std::shared_ptr<World> world;
@@ -299,7 +301,7 @@ int launch(int nproc, const std::function<void(World&)>& body, const WorldOption
     return 0;
   } catch (const std::exception& error) {
     const int code = comm::default_exit_code(error);
-    std::cout.flush();  // what was printed before stands before it
+    std::cout.flush();  // what was printed before stays before it
     comm::refuse_once(error, code, [&] { std::cerr << one_line(error.what()) << std::endl; });
     return code;
   }

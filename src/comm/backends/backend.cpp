@@ -29,7 +29,7 @@ const std::vector<BackendRow>& backends() {
 
 namespace {
 
-/// Null where there is none.
+/// Returns null where there is none.
 const BackendRow* find_backend(std::string_view name) {
   const auto row = std::ranges::find(backends(), name, &BackendRow::name);
   return row == backends().end() ? nullptr : &*row;

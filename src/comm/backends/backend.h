@@ -1,7 +1,8 @@
 // Backends: one row of a table (backends.def) and one folder each.
 //
-// A World asks its backend for groups, and tells it when they are to be opened again or closed; what
-// else it has (store, watch, queue) is the same under all. Next: group.h, what a backend implements.
+// A World asks its backend for groups, and tells it when to open them again or to close them. The
+// rest of a World (store, watch, queue) is the same under all backends. Next: group.h, what a
+// backend implements.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -23,23 +24,24 @@
 
 namespace tessera::comm {
 
-/// A group that is made, and what its World lends it.
+/// The parameters of a group to be made: its place, and objects that its World shares with it.
 struct GroupPlace {
   std::string name;        ///< "gather of ranks 0,1"
-  std::vector<int> ranks;  ///< of the world, ascending
-  int rank = 0;            ///< of the world: this one
-  at::Device device;       ///< of its tensors: the World's, or the CPU (carries_messages)
+  std::vector<int> ranks;  ///< ranks of the world, ascending
+  int rank = 0;            ///< this rank, in the world
+  /// the device of its tensors: the World's, or the CPU (carries_messages)
+  at::Device device;
   WorldOptions options;
   std::shared_ptr<Store> store;
   std::shared_ptr<AbortFlag> abort_flag;
   std::shared_ptr<WaitBoard> board;
-  /// For how long an error listens which of the others still live; 0: not at all.
+  /// How long an error waits for the heartbeats of the other ranks; 0: not at all.
   std::chrono::milliseconds heartbeats{0};
 
   int self() const;  ///< index into ranks
 };
 
-/// "gather", of the group "gather of ranks 0,1".
+/// Returns "gather" for the group "gather of ranks 0,1".
 std::string_view purpose_of(std::string_view group_name);
 
 /// Threads: as World.
@@ -50,20 +52,24 @@ class Connections {
   virtual std::shared_ptr<Group> make_group(const GroupPlace& place) = 0;
   /// Errors: kUsage where groups cannot be opened again after a failure.
   virtual void require_recovery() const {}
-  /// After a failure: the next collective of each group opens it again. Nothing may be under way.
+  /// Makes the next collective of each group open it again, after a failure. Nothing may be in
+  /// flight.
   virtual void reset(int /*epoch*/) {}
-  /// Lets go of the groups that it has made.
+  /// Releases the groups that it has made.
   virtual void close() {}
 };
 
 struct BackendRow {
-  std::string_view name;                 ///< WorldOptions::backend, World::backend()
-  std::optional<at::DeviceType> device;  ///< whose tensors it carries as they are; none: any
-  bool others;                           ///< carries all others' through the host's memory
-  std::optional<ThreadBackend> threads;  ///< under which it connects threads of one process
-  bool (*built_in)();                    ///< linked, not stubbed
-  DeviceFacts (*facts)(int index);       ///< of one of these devices; none where it cannot tell
-  /// Null where it connects threads only. Errors: kUsage where it is not built in, or there is no
+  std::string_view name;  ///< WorldOptions::backend, World::backend()
+  /// the devices whose tensors it carries directly; none: any
+  std::optional<at::DeviceType> device;
+  /// whether it carries tensors of other devices through the host's memory
+  bool others;
+  /// the ThreadBackend under which it connects threads of one process
+  std::optional<ThreadBackend> threads;
+  bool (*built_in)();               ///< whether it is linked and not stubbed
+  DeviceFacts (*facts)(int index);  ///< describes such a device; none where that is unknown
+  /// Null where it connects threads only. Errors: kUsage where it is not built in or there is no
   /// device; kComm.
   std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);
 
@@ -74,9 +80,10 @@ struct BackendRow {
   void require_carries(at::DeviceType type) const;
 };
 
-/// Those that connect processes first; "auto" is one of these: backends.def.
+/// All backends. Those that connect processes come first; "auto" takes one of them: backends.def.
 const std::vector<BackendRow>& backends();
-/// Of processes. Errors: kUsage where there is none of that name; as require_carries().
+/// Returns the backend of that name, which connects processes. Errors: kUsage where there is none
+/// of that name; as require_carries().
 const BackendRow& backend_named(const std::string& name, at::DeviceType device);
 const BackendRow& backend_of(ThreadBackend threads);
 

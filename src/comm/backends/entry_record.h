@@ -1,4 +1,5 @@
-// WorldOptions::compare_entries: what the ranks of a group tell each other before each collective.
+// WorldOptions::compare_entries: the records that the ranks of a group exchange before each
+// collective.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,14 @@ namespace tessera::comm {
 
 struct EntryRecord {
   std::uint64_t fingerprint;
-  char text[512 - sizeof(std::uint64_t)];  ///< of the entry, cut; ends in 0
+  /// the entry's text, cut off where it is longer; ends in 0
+  char text[512 - sizeof(std::uint64_t)];
 };
 
 void write_record(const Entry& entry, EntryRecord& record);
-/// `records`: of all ranks, in rank order; `self`: this one's index. Errors: kComm naming this rank
-/// and the first one whose entry differs, by their numbers in `members`, and both entries.
+/// `records` has those of all ranks, in rank order; `self` is this rank's index. Errors: kComm
+/// naming this rank and the first one whose entry differs, by their numbers in `members`, and both
+/// entries.
 void require_same_entries(std::span<const EntryRecord> records, int self,
                           const std::vector<int>& members, const std::string& group);
 

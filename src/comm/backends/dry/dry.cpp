@@ -20,8 +20,8 @@
 namespace tessera::comm {
 namespace {
 
-/// Computes an op of tensors with values as if each of `ranks` ranks sent what this one sends, the
-/// `self`th, sends.
+/// Computes an op over tensors with values as if each of `ranks` ranks sent what this rank (`self`)
+/// sends.
 class AsIfAllSentAlike {
  public:
   AsIfAllSentAlike(int self, int ranks) : self_(self), ranks_(ranks) {}
@@ -147,7 +147,8 @@ class DryGroup final : public Group {
     return std::make_unique<DryWork>(std::move(batch));
   }
 
-  /// Takes and gives back what NCCL would need beside the batch, and launches what would be left to do.
+  /// Takes and returns the blocks that NCCL would need in addition to the batch's tensors, and
+  /// launches the sums that would follow.
   void lease(const Batch& batch) {
     std::vector<std::vector<at::Tensor>> leased;
     const auto take = [&](const auto& op) {

@@ -1,7 +1,7 @@
-// Collectives of one rank of a dry run: nobody else is there.
+// Collectives of one rank in a dry run, where no other rank exists.
 //
-// Fake tensors (dry/fake_operations.h) are left as they are; whatever has values, which is messages of
-// control and counts, comes out as if every rank had sent what this one sends. Each collective and
+// Fake tensors (dry/fake_operations.h) are left as they are. Tensors with values, which are control
+// messages and counts, come out as if every rank had sent what this one sends. Each collective and
 // each message is noted. Next: ../backend.h.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace tessera::comm {
 
-/// Noted as it is issued, by the rank's thread.
+/// A collective, noted by the rank's thread when it is issued.
 struct DryCollective {
   std::string group;  ///< "gather of ranks 0,1"
   int ranks = 0;
@@ -28,7 +28,7 @@ struct DryMessage {
   std::int64_t bytes = 0;
   at::ScalarType dtype = at::kFloat;
 };
-/// Who is told of them; an empty one is told nothing.
+/// The functions that hear of collectives and messages. An empty one is not called.
 struct DryNotes {
   std::function<void(const DryCollective&)> collective = {};
   std::function<void(const DryMessage&)> message = {};

@@ -57,7 +57,7 @@ class Exchange final : public Work, private TransportWait {
     }
 
     int rounds() const { return steps->rounds(size()); }
-    void post(int round);  ///< any but the first
+    void post(int round);  ///< posts any round but the first
     void finish_round(int round);
     void recycle();
 
@@ -86,11 +86,11 @@ class Exchange final : public Work, private TransportWait {
   [[noreturn]] void time_is_up(int peer) override;
 
   void finish(Transfer& transfer);
-  /// Whether this rank may wait for one that itself waits for another.
+  /// Whether this rank may wait for one that itself waits for another rank.
   bool is_relayed() const;
-  /// World ranks whose transfers are not there after a timeout.
+  /// Returns the world ranks whose transfers have not arrived after a timeout.
   std::vector<int> not_arrived();
-  /// Checks that as many bytes went out as sent_bytes() says, since nothing else counts them.
+  /// Checks that the bytes sent are those of sent_bytes(): nothing else counts them.
   void check_posted() const;
 
   Batch batch_;
@@ -116,7 +116,7 @@ Exchange::Transfer Exchange::UnderWay::posted(Channel::End end, int peer, const 
                                               std::int64_t bytes, int round) const {
   const std::size_t place = index_ + exchange_.batch_.ops.size() * static_cast<std::size_t>(round);
   const int tag = transfer_tag(exchange_.fingerprint_, exchange_.of_->sequence, place);
-  // c10d takes tensors; the exchange keeps what owns this memory.
+  // c10d takes tensors; the exchange keeps the owner of this memory.
   const at::Tensor elements =
       at::from_blob(const_cast<void*>(memory), {bytes}, at::TensorOptions().dtype(at::kByte));
   return {exchange_.channel_->post(end, peer, elements, tag), peer, round,
@@ -182,7 +182,8 @@ Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::shared_pt
 }
 
 Exchange::~Exchange() {
-  // Gloo lets go of a buffer when its work object goes; only then may the memory be used again.
+  // Gloo releases a buffer when its work object is destroyed; only then may the memory be used
+  // again.
   for (UnderWay& op : under_way_) {
     op.receives.clear();
     op.sends.clear();
@@ -197,7 +198,7 @@ std::string Exchange::text() const {
 }
 
 void Exchange::start() {
-  // A transfer whose receiver is ready goes out without a round trip: receives come first.
+  // A transfer whose receive is posted already needs no round trip, so receives are posted first.
   posting([&] {
     for (UnderWay& op : under_way_) op.steps->post_receives(op, 0);
     for (UnderWay& op : under_way_) op.steps->post_sends(op, 0);
@@ -218,7 +219,7 @@ void Exchange::wait() {
   const OnBoard on_board(*options().board, *this);
   begin();
   try {
-    check_aborted();  // an abort that comes later finds this wait on the board
+    check_aborted();  // a later abort finds this wait on the board
     bool more = true;
     for (int round = 0; std::exchange(more, false); ++round) {
       for (UnderWay& op : under_way_) {
@@ -262,8 +263,8 @@ std::vector<int> Exchange::not_arrived() {
       for (Transfer& transfer : *transfers) {
         if (transfer.finished) continue;
         try {
-          // Gloo has closed the connections after the timeout: what is not there throws at once. A
-          // wait that was woken before returns false once.
+          // Gloo has closed the connections after the timeout, so a wait for a missing transfer
+          // throws at once. A wait that was woken before returns false once.
           transfer.finished = transfer.posted->wait(std::chrono::milliseconds(1)) ||
                               transfer.posted->wait(std::chrono::milliseconds(1));
         } catch (const std::exception&) {
@@ -287,9 +288,9 @@ void Exchange::time_is_up(int peer) {
   if (!is_relayed()) {
     throw LostRank(waited_in_vain(text(), patience_, not_arrived(), abort_flag.patience));
   }
-  // The rank that relays a message may itself wait for another one. If it came later than this one
-  // its time is up later: by then it says so, or the watch has seen it wait. This wait stays on the
-  // board meanwhile, as in TransportWait::blame().
+  // The rank that relays a message may itself wait for another rank. If it began later than this
+  // rank, its time is up later: by then it has said so, or the watch has seen it wait. Meanwhile
+  // this wait stays on the board, as in TransportWait::blame().
   hear_others(abort_flag, *options().board, world_rank(peer));
   blame_cause(peer);
 }

@@ -25,7 +25,7 @@
 namespace tessera::comm {
 namespace {
 
-// Gloo gives its own error at its timeout; only where it gives none do we.
+// Gloo throws an error at its timeout. Ours follows after this margin, where Gloo throws none.
 constexpr std::chrono::milliseconds kGroupMargin{1000};
 
 std::string address_for(const LaunchEnvironment& launch) {
@@ -52,13 +52,15 @@ std::shared_ptr<gloo::transport::Device> make_device(const LaunchEnvironment& la
   }
 }
 
-// [Note: Gloo's thread] A rank's thread holds its connection's lock while it writes, and the kernel
-// hands bytes on a loopback over within that write: a Gloo thread that is woken by them and takes the
-// core from the writer finds that lock held, and asks for it again and again until the scheduler's
-// next tick (4 ms at 250 Hz, for messages of 50 us). So Gloo's thread has SCHED_BATCH: woken, it
-// takes a free core or waits until one is free, and takes none from a thread that runs.
+// [Note: Gloo's thread] A rank's thread holds its connection's lock while it writes, and on a
+// loopback the kernel delivers the bytes within that write. A Gloo thread that the bytes wake may
+// take the writer's core; it then finds that lock held, and asks for it again and again until the
+// scheduler's next tick (4 ms at 250 Hz, for messages of 50 us). So Gloo's thread has SCHED_BATCH:
+// when it is woken it takes a free core or waits until one is free, and takes none from a running
+// thread.
 
-/// Threads made by this one meanwhile have SCHED_BATCH, where it has no policy of its own.
+/// Gives SCHED_BATCH to threads that this thread makes meanwhile, unless it has a policy of its
+/// own.
 class MakesBatchThreads {
  public:
   MakesBatchThreads() {
@@ -77,7 +79,7 @@ class MakesBatchThreads {
   bool is_changed_ = false;
 };
 
-/// Gloo's keys end with the rank that writes them; -1: another key.
+/// Returns the rank with which a key of Gloo ends, the one that writes it; -1: another kind of key.
 int rank_in(const std::string& key, int size) {
   const auto begin = key.find_last_not_of("0123456789") + 1;
   int rank = -1;
@@ -86,8 +88,8 @@ int rank_in(const std::string& key, int size) {
   return error == std::errc() && stop == end && rank < size ? rank : -1;
 }
 
-/// Gloo writes to connections that a lost rank has closed. That is an error, which names the rank,
-/// and no signal to die of; a handler of the program's own stays.
+/// Ignores SIGPIPE: a write to a connection that a lost rank has closed is to be an error that
+/// names the rank, not a signal that ends the process. A handler of the program stays.
 void ignore_broken_pipes() {
   struct sigaction now{};
   if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
@@ -95,8 +97,8 @@ void ignore_broken_pipes() {
   }
 }
 
-/// Why what begins now is in vain, once it is; "" until then. Who asks waits, and asks the interrupt
-/// check by it, too.
+/// Returns a function that says why what begins now has become futile; "" until then. Its caller
+/// waits, so it also runs the interrupt check.
 std::function<std::string()> aborted_from_now(std::shared_ptr<const AbortFlag> abort_flag) {
   const std::uint64_t marks = abort_flag->marks();
   return [abort_flag = std::move(abort_flag), marks, timer = base::InterruptTimer()]() mutable {
@@ -179,7 +181,8 @@ std::function<PairOpening(int epoch, int peer)> pair_opener(
 
 namespace {
 
-/// Gloo does not say for whom it waited: "; no sign of life from rank 1". "" where all live.
+/// Names the ranks that show no sign of life, since Gloo does not say for which rank it waited: ";
+/// no sign of life from rank 1". "" where all live.
 std::string silence(const GroupPlace& place) {
   std::string text;
   if (place.heartbeats.count() == 0) return text;
@@ -190,7 +193,7 @@ std::string silence(const GroupPlace& place) {
   return text;
 }
 
-/// ChannelOptions::open. Ranks come to a group when they have done what is before it.
+/// Makes ChannelOptions::open. Ranks come to a group when they have done what is before it.
 auto opener(GroupPlace place, std::shared_ptr<GlooDevice> device, bool when_used,
             std::function<std::string(int epoch)> key_of) {
   return [=](int epoch,

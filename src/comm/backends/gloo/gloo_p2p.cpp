@@ -22,7 +22,7 @@
 namespace tessera::comm {
 namespace {
 
-// Gloo takes its own timeout, and closes its connections at the end of it, where it is given none.
+// Gloo's timeout closes all connections at its end, so it is given one that is never reached.
 constexpr std::chrono::hours kNoEnd{24 * 365};
 
 std::uint64_t message_key(const P2PTag& tag, int sender) {
@@ -36,7 +36,7 @@ std::uint64_t message_key(const P2PTag& tag, int sender) {
       .digest();
 }
 
-/// Of all that both ends must agree on.
+/// Hashes everything on which both ends must agree.
 std::uint64_t fingerprint_of(std::uint64_t key, const at::Tensor& tensor) {
   Hasher hash;
   hash.add(key).add(static_cast<std::uint64_t>(tensor.scalar_type()));
@@ -44,7 +44,7 @@ std::uint64_t fingerprint_of(std::uint64_t key, const at::Tensor& tensor) {
   return hash.digest();
 }
 
-/// As the rank's order log has it (other_end): the same in every step.
+/// The hash under which the rank's order log has it (other_end): the same in every step.
 std::uint64_t what_of(const P2POp& op) {
   const P2PTag& tag = op.tag;
   const std::uint64_t both = Hasher()
@@ -57,7 +57,7 @@ std::uint64_t what_of(const P2POp& op) {
   return (both & ~std::uint64_t{1}) | (op.sends() ? 1U : 0U);
 }
 
-/// Describes a op without its tensor.
+/// Describes an op without its tensor.
 class P2PIssue final : public Issue {
  public:
   explicit P2PIssue(const P2POp& op) : tag_(op.tag), sends_(op.sends()) {}
@@ -74,14 +74,14 @@ class P2PIssue final : public Issue {
 
 }  // namespace
 
-/// What this rank has under way to and from one other: for the failure watch, which compares both
-/// ends. Written at every message, so no text is made. Threads: any.
+/// The messages that this rank has in flight to and from one other rank, for the failure watch,
+/// which compares both ends. Written at every message, so no text is made. Threads: any.
 class P2PLog final : public Recorded {
  public:
   /// `name` is the same at both ends.
   explicit P2PLog(std::string name) : name_(std::move(name)), hash_(hash_bytes(name_)) {}
 
-  /// Errors: kInternal where this tag is under way already.
+  /// Errors: kInternal where this tag is in flight already.
   void post(const P2POp& op, std::uint64_t key, std::uint64_t fingerprint) {
     const base::Lock lock(mutex_);
     const bool twice = std::any_of(under_way_.begin(), under_way_.end(),
@@ -92,7 +92,7 @@ class P2PLog final : public Recorded {
     one.key = key;
     one.fingerprint = fingerprint;
     one.op = op;
-    one.op.tensor = at::Tensor();  // it may be freed before its entry
+    one.op.tensor = at::Tensor();  // the tensor may be freed before its entry
     one.sizes.assign(op.tensor.sizes().begin(), op.tensor.sizes().end());
     one.dtype = op.tensor.scalar_type();
   }
@@ -124,7 +124,7 @@ class P2PLog final : public Recorded {
 
  private:
   struct Posted {
-    std::uint64_t key = 0;  // of the message alone, whatever its tensor
+    std::uint64_t key = 0;  // the message's key, without its tensor
     std::uint64_t fingerprint = 0;
     P2POp op;  // without its tensor
     at::DimVector sizes;
@@ -143,12 +143,12 @@ class Polled {
   enum class Found : std::uint8_t { kNothing, kThrough, kBroken };
 
   c10::intrusive_ptr<c10d::Work> work;
-  std::atomic<Found> found{Found::kNothing};  // by the thread that is asked
+  std::atomic<Found> found{Found::kNothing};  // written by the thread of P2PPoll
 };
 
-/// Gloo can be waited for, and not asked: a wait that times out closes all connections. So a thread
-/// waits, for one after another of those that somebody asks for. Nobody asks, no thread. Threads:
-/// the rank's own.
+/// Answers whether messages have ended. Gloo has no call for that: a wait that times out closes all
+/// connections. So a thread waits, in turn, for the messages that done() was called for; it is
+/// started at the first call. Threads: the rank's thread.
 class P2PPoll {
  public:
   ~P2PPoll() { stop(); }
@@ -165,7 +165,7 @@ class P2PPoll {
     changed_.notify_all();
   }
 
-  /// Afterwards the thread does not touch it.
+  /// Returns when the thread no longer accesses `one`.
   void take_back(const std::shared_ptr<Polled>& one) {
     base::Lock lock(mutex_);
     std::erase(row_, one);
@@ -209,7 +209,7 @@ class P2PPoll {
     }
   }
 
-  /// Of one that is through nothing is left to interrupt.
+  /// Does nothing for a message that has ended.
   void interrupt() TESSERA_REQUIRES(mutex_) {
     if (at_hand_ && at_hand_->found == Polled::Found::kNothing) at_hand_->work->abort();
   }
@@ -233,14 +233,15 @@ class P2PPoll {
 
 class GlooPostedOp;
 
-/// The messages under way: Gloo's memory stays when a Transfer is destroyed before its end.
+/// The messages in flight: Gloo's memory stays when a Transfer is destroyed before its message has
+/// ended.
 class PostedOps {
  public:
   std::vector<std::shared_ptr<GlooPostedOp>> under_way;
   P2PPoll poll;
 };
 
-/// A message that was posted. Threads: the rank's thread; a watch may ask from any thread.
+/// A message that was posted. Threads: the rank's thread; done() may be called on any thread.
 class GlooPostedOp final : public PostedOp, private TransportWait {
  public:
   GlooPostedOp(std::shared_ptr<Channel> channel, std::shared_ptr<PostedOps> posted,
@@ -255,7 +256,7 @@ class GlooPostedOp final : public PostedOp, private TransportWait {
   void start();
   Event finish() override;
   std::optional<Event> poll() override;
-  /// Gloo does not touch its memory any more.
+  /// Ends it. Gloo does not access its memory any more.
   void lose();
 
  private:
@@ -274,7 +275,7 @@ class GlooPostedOp final : public PostedOp, private TransportWait {
     return waited_in_vain(op_, patience_, rank, options().abort_flag->patience);
   }
 
-  /// Errors: what the wait for it has thrown; LostRank where it was lost.
+  /// Errors: the error that its wait has thrown; LostRank where it was lost.
   void require_kept() const;
   void wait_for_gloo();
   void end();
@@ -290,7 +291,7 @@ class GlooPostedOp final : public PostedOp, private TransportWait {
 };
 
 void GlooPostedOp::start() {
-  // As the other end names it: by step, too.
+  // The order log names it as the other end does, with the step.
   order_ = options().board->order().note(
       {kMessageLane, what_of(op_), fingerprint_, std::chrono::steady_clock::now(),
        op_.tag.direction == P2PTag::Direction::kForward ? Pass::kForward : Pass::kBackward},
@@ -360,7 +361,7 @@ Event GlooPostedOp::finish() {
 void GlooPostedOp::wait_for_gloo() {
   const OnBoard on_board(*options().board, *this);
   begin();
-  check_aborted();  // an abort that comes later finds this wait on the board
+  check_aborted();  // a later abort finds this wait on the board
   wait_for(*polled_->work, op_.peer);
 }
 
@@ -377,8 +378,8 @@ GlooP2P::~GlooP2P() {
 
 void GlooP2P::reset() {
   posted_->poll.stop();
-  // Gloo lets go of a buffer when its work object goes.
-  for (const auto& parcel : std::exchange(posted_->under_way, {})) parcel->lose();
+  // Gloo releases a buffer when its work object is destroyed.
+  for (const auto& op : std::exchange(posted_->under_way, {})) op->lose();
   for (const auto& [peer, log] : logs_) log->clear();
 }
 
@@ -402,10 +403,10 @@ std::unique_ptr<Transfer> GlooP2P::post(P2POp op) {
   const std::uint64_t key = message_key(op.tag, op.sends() ? rank() : op.peer);
   const std::uint64_t fingerprint = fingerprint_of(key, op.tensor);
   log->post(op, key, fingerprint);
-  auto parcel = std::make_shared<GlooPostedOp>(channel_, posted_, log, std::move(op), fingerprint);
-  parcel->start();
-  posted_->under_way.push_back(parcel);
-  return std::make_unique<Transfer>(place(), std::move(parcel));
+  auto posted = std::make_shared<GlooPostedOp>(channel_, posted_, log, std::move(op), fingerprint);
+  posted->start();
+  posted_->under_way.push_back(posted);
+  return std::make_unique<Transfer>(place(), std::move(posted));
 }
 
 }  // namespace tessera::comm

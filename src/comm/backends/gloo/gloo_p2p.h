@@ -1,11 +1,11 @@
-// Messages over Gloo: each a send and a receive between two ranks, matched by a tag.
+// Messages over Gloo: each is a send and a receive between two ranks, matched by a tag.
 //
-// [Note: message tags] c10d has 31 bits for a tag. At most 23 of them are the numbers by which
-// concurrent messages differ, as they are: direction, stage, micro-batch and tensor. How many bits
-// these take depends on the step's P2PExtent; no two messages of a schedule share a tag. The other
-// bits, at least 8, are a hash over all that both ends must agree on, also step, sizes and dtype.
-// Ends that differ wait: the messages that each rank has pending are on the wait board, where the
-// failure watch compares them (launch/peer_watch.h). Nothing is sent but the tensor itself.
+// [Note: message tags] c10d has 31 bits for a tag. At most 23 of them hold the numbers of the
+// message that tell concurrent messages apart: direction, stage, micro-batch and tensor. How many
+// bits these take depends on the step's P2PExtent; no two messages of a schedule share a tag. The
+// other bits, at least 8, are a hash of everything on which both ends must agree, also step, sizes
+// and dtype. Ends that differ wait: the pending messages of each rank are on the wait board, where
+// the failure watch compares them (launch/peer_watch.h). Only the tensor itself is sent.
 //
 // Private to point_to_point.cpp, whose connections it uses.
 #pragma once
@@ -24,15 +24,15 @@ class PostedOps;
 
 class GlooP2P final : public P2P {
  public:
-  /// `open` connects the ranks where they are not. Collective.
+  /// `open` connects the ranks where they are not connected. Collective.
   GlooP2P(std::shared_ptr<Channel> channel, std::function<void()> open);
   ~GlooP2P() override;
 
-  /// After a failure, before the connections are closed: Gloo lets go of all memory, and transfers
-  /// that are not through throw from now on. Nothing may be waited for.
+  /// Makes Gloo release all memory, after a failure and before the connections are closed.
+  /// Transfers that have not ended throw from now on. No caller may be waiting.
   void reset();
 
-  /// Also for who carries a op through it (staged.h).
+  /// Also called for a device's messages, which staged.h carries through the host.
   std::unique_ptr<Transfer> post(P2POp op) override;
 
  private:

@@ -20,10 +20,10 @@
 namespace tessera::comm {
 namespace {
 
-// Of the exchange of records.
+// The fingerprint of the exchange of records.
 constexpr std::uint64_t kRecordFingerprint = 0x656e7472696573ULL;
 
-/// A group is opened: as a wait, this is the one for its first collective.
+/// A group that is being opened. On the wait board it is the wait for the group's first collective.
 class Opening final : public Blocked {
  public:
   explicit Opening(const Channel& channel) : channel_(channel) {}
@@ -36,7 +36,7 @@ class Opening final : public Blocked {
     return PeerWait{channel_.log->group_hash(), 0, group.world_rank(peer),
                     concat("the opening of group ", group.name)};
   }
-  /// May outlive the opening, in a thread that is left to itself.
+  /// May outlive the opening, in a thread that was abandoned.
   std::function<void(int peer)> listener() const {
     return [peer = peer_](int index) { *peer = index; };
   }
@@ -46,13 +46,14 @@ class Opening final : public Blocked {
   const std::shared_ptr<std::atomic<int>> peer_ = std::make_shared<std::atomic<int>>(-1);
 };
 
-// [Note: connections] Two ranks of a group for messages connect when they first send something to
-// each other: these are relayed (relay.h), so a rank exchanges something with 2 log2 N others and
-// not with all. Each connection is a Gloo group of its two ranks, opened by a thread that no caller
-// has to wait for: the other rank may never come. A wait for it is a wait like any other, with a
-// deadline, a name for the failure watch, and an end when the World is aborted. Collective: whom
-// one rank connects to, connects to it, since both are about to run the same collective. A direct
-// collective needs all of them: in waves, since each takes two threads while it is opened.
+// [Note: connections] Two ranks of a group for messages connect when they first send to each other:
+// these messages are relayed (relay.h), so a rank exchanges messages with 2 log2 N other ranks and
+// not with all. Each connection is a Gloo group of its two ranks. A thread opens it, for which no
+// caller has to wait: the other rank may never come. The wait for it is a wait like any other, with
+// a deadline, a name for the failure watch, and an end when the World is aborted. Connecting is
+// collective: the other rank connects too, since both are about to run the same collective. A
+// direct collective needs all connections: they are opened in waves, since each takes two threads
+// meanwhile.
 constexpr std::chrono::milliseconds kLookAgain{2};
 constexpr int kMostAtOnce = 32;
 
@@ -63,8 +64,9 @@ struct Attempt {
   std::future<Backend> opened;
 };
 
-/// The thread keeps alive what it uses, and ends by itself if no caller waits for it any more: also
-/// after a recovery, since what it looks at is taken before it starts.
+/// Opens one connection on a thread, which keeps alive what it uses, and ends by itself if no
+/// caller waits for it any more. That holds after a recovery, too, since what it reads is taken
+/// before it starts.
 Attempt attempt(int peer, const Channel& channel, int epoch) {
   std::packaged_task<Backend()> open(channel.options.open_pair(epoch, peer));
   auto opened = open.get_future();
@@ -111,9 +113,9 @@ class Connecting final : public TransportWait {
   const Entry& entry_;
 };
 
-/// Gives the channel lines to those of `peers` (indices) to which it has none, for an entry of its
-/// log, within the channel's patience. Errors: LostRank naming the rank that did
-/// not come in time.
+/// Connects the channel to those of `peers` (indices) to which it is not connected, for an entry of
+/// its log, within the channel's patience. Errors: LostRank naming the rank that did not come in
+/// time.
 void connect_to(const std::vector<int>& peers, const std::shared_ptr<Channel>& channel, int epoch,
                 const Entry& entry) {
   std::vector<Attempt> attempts;
@@ -131,7 +133,7 @@ void connect_to(const std::vector<int>& peers, const std::shared_ptr<Channel>& c
   }
 }
 
-/// By test_hooks::issues_instead.
+/// The work of a collective that test_hooks::issues_instead has replaced.
 class NotIssued final : public Work {
  public:
   void wait() override {}
@@ -214,7 +216,7 @@ void PointToPointGroup::connect(const Batch& batch, const Entry& entry) {
     return;
   }
   for (const auto& wave : relay::waves(rank(), size(), kMostAtOnce)) {
-    // Each with a time of its own: a thousand ranks take longer than a rank that does not come may.
+    // Each wave has its own deadline: a thousand ranks take longer than one late rank may.
     connect_to(wave, channel_, epoch_, entry);
   }
 }

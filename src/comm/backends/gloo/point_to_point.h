@@ -1,10 +1,10 @@
-// Collectives as transfers between pairs of ranks: what the Gloo backend consists of.
+// PointToPointGroup: the Gloo backend's collectives, as transfers between pairs of ranks.
 //
-// Gloo's own all-gather copies everything once more and its reduce-scatter is a clone and a full
-// all-reduce (docs/communication.md, Backends), and both match by order alone. Here every slice goes straight
+// Gloo's own all-gather copies everything once more, its reduce-scatter is a clone and a full
+// all-reduce (docs/performance.md), and both match by order only. Here every slice is sent directly
 // from its place into its place, sums are formed in rank order (kernels/kernels.h), and every
-// transfer carries a tag made from what the collective is, so that two different ones never meet.
-// All work is done by Gloo's device thread and by the threads that issue and wait. Next: gloo.h.
+// transfer carries a tag that is computed from the collective, so that two different ones never
+// meet. Gloo's device thread and the threads that issue and wait do all the work. Next: gloo.h.
 #pragma once
 
 #include <memory>
@@ -29,15 +29,15 @@ class PointToPointGroup : public Group {
   P2P& p2p() override;
   GlooP2P& gloo_p2p();  ///< the same
 
-  /// After a failure: closes the connections; the next issue() opens new ones. Nothing may be under
-  /// way.
+  /// Closes the connections, after a failure; the next issue() opens new ones. Nothing may be in
+  /// flight.
   void reset(int epoch);
 
  private:
   std::unique_ptr<Work> start(Batch batch) override;
   std::unique_ptr<Work> start_one(Batch batch);
   void open();
-  /// To all that the batch sends to.
+  /// Connects to all ranks to which the batch sends.
   void connect(const Batch& batch, const Entry& entry);
   void compare(const Batch& batch, const std::shared_ptr<const Entry>& entry);
 

@@ -12,21 +12,21 @@
 namespace tessera::comm {
 namespace {
 
-/// In the host's memory; its values come on the current stream.
+/// A tensor in the host's memory. Its values are copied on the current stream.
 at::Tensor staged(const at::Tensor& of, Values values) {
   at::Tensor twin = pinned_like(of);
   if (values == Values::kKept) twin.copy_(of, /*non_blocking=*/true);
   return twin;
 }
 
-/// Until what was launched on the stream has arrived on the host.
+/// Returns when what was launched on the stream has arrived on the host.
 void wait_for_copies(const Stream& stream, const std::string& what) {
   Event copied;
   copied.record(stream, EventSite::kHostRead);
   wait_on_host(copied, what);
 }
 
-/// Who lets go of it has nothing under way on the device.
+/// Work that may be destroyed before it has ended: nothing is in flight on the device then.
 class StagedWork final : public Work {
  public:
   StagedWork(std::unique_ptr<Work> carried, Batch twins, Batch batch, const Stream& stream)
@@ -55,7 +55,8 @@ class StagedWork final : public Work {
   Batch twins_;
   Batch batch_;
   const Stream stream_;
-  std::unique_ptr<Work> carried_;  // goes before the memory that it writes; null: waited for
+  // destroyed before the memory that it writes; null: it was waited for
+  std::unique_ptr<Work> carried_;
 };
 
 class StagedOp final : public PostedOp {
@@ -74,7 +75,7 @@ class StagedOp final : public PostedOp {
   void let_go(const Stream& stream) override { end_.block(stream, EventSite::kP2PEnd); }
 
  private:
-  /// What was received goes to the device.
+  /// Copies the received values to the device.
   Event brought() {
     if (twin_.defined() && !op_.sends()) {
       const StreamScope there(op_.stream);
@@ -88,7 +89,7 @@ class StagedOp final : public PostedOp {
 
   const std::unique_ptr<Transfer> twins_;
   at::Tensor twin_;  // on the host
-  Event end_;        // of what is launched; none: nothing is
+  Event end_;        // the end of what was launched; empty: nothing was
 };
 
 class StagedP2P final : public P2P {

@@ -13,7 +13,7 @@
 namespace tessera::comm {
 namespace {
 
-/// Gloo's message without the place in its source and without its advice.
+/// Gloo's message without its source location and its advice.
 std::string gloo_reason(const std::string& error) {
   const std::string what = one_line(error);
   auto begin = what.find("] ");
@@ -23,13 +23,13 @@ std::string gloo_reason(const std::string& error) {
 
 }  // namespace
 
-// A peer whose own wait has timed out closes its connections before it can say for whom it waited;
-// one that has died says nothing. Its words are waited for before it is blamed itself: they travel
-// through the store, at which each rank looks now and then. It may itself hear others first, and be
-// slow to say it on a busy machine: its heartbeats distinguish it from one that has died. It is not
-// waited for until the deadline, which may be far, since between two ranks that live a connection
-// can break, too. A look that does not end tells of the store's host, for whom all those may wait
-// that this rank would blame.
+// A peer whose own wait has timed out closes its connections before it can say for which rank it
+// waited; one that has died says nothing. This rank waits for the peer's message before it blames
+// the peer: messages travel through the store, which each rank reads now and then. The peer may
+// first listen to others itself, and be slow on a busy machine: its heartbeats distinguish it from
+// one that has died. It is not waited for until the deadline, which may be far away, since a
+// connection between two live ranks can break, too. A read that does not return tells of the
+// store's host, for which all the ranks that this rank would blame may be waiting.
 bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
                  std::optional<std::chrono::steady_clock::time_point> deadline,
                  const std::string& what) {
@@ -63,7 +63,7 @@ bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
 
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
                            const std::vector<int>& world_ranks, const Patience& patience) {
-  // All have come between the end of the wait and the look at who is missing.
+  // All have come between the end of the wait and the check for missing ranks.
   if (world_ranks.empty()) {
     return concat(
         what, ": waited ", in_seconds(time),
@@ -95,7 +95,7 @@ Channel::Channel(ChannelOptions what)
   options.board->add(log);
 }
 
-// A group whose opening has failed loses its log, too: the next attempt at it makes another.
+// A group whose opening has failed loses its log, too: the next attempt makes another.
 Channel::~Channel() { options.board->remove(*log); }
 
 Channel::Posted Channel::post(End end, int peer, const at::Tensor& memory, int tag) const {
@@ -143,7 +143,8 @@ void TransportWait::begin() {
 
 namespace {
 
-/// Gloo's own timeout would close the connections: a wait that is to ask is aborted, and waits again.
+/// Gloo's own timeout would close the connections: a wait that runs the interrupt check is aborted,
+/// and begins again.
 class WakesTransfer final : public base::WakesWait {
  public:
   explicit WakesTransfer(c10d::Work& transfer) : transfer_(transfer) { begin(); }
@@ -170,7 +171,7 @@ void TransportWait::wait_for(c10d::Work& transfer, int peer) {
     } catch (const std::exception& error) {
       fail(peer, error.what());
     }
-    // An abort of another thread's wait may have ended this one, too: then it waits again.
+    // The abort of another thread's wait may have ended this one, too: then it begins again.
     check_aborted();
     options().abort_flag->ask_interrupt(timer);
   }
@@ -178,16 +179,17 @@ void TransportWait::wait_for(c10d::Work& transfer, int peer) {
 
 void TransportWait::fail(int peer, const std::string& what) {
   check_aborted();
-  // Gloo waits by another clock and may be done a little before ours.
+  // Gloo uses another clock and may end a little before our deadline.
   if (is_over() || what.find("Timed out waiting") != std::string::npos) time_is_up(peer);
   blame(peer, concat("lost rank ", world_rank(peer), ": ", gloo_reason(what)));
 }
 
 void TransportWait::blame(int peer, const std::string& lost) {
   // A wait that has begun stays on the board: the peer may itself wait for a third rank, and ranks
-  // that wait for this one follow its wait to that rank. A rank that came late, but could still
-  // post, is followed as well until the peer's words have come. A post is not on the board: it has
-  // begun no wait, and a rank that came too late must not lead others to a peer that holds up none.
+  // that wait for this one follow its wait to that rank. A rank that came late but could still post
+  // is followed as well, until the peer's message has come. A post is not on the board: it has
+  // begun no wait, and a rank that came too late must not lead others to a peer that delays no
+  // rank.
   peer_ = peer;
   if (patience_.count() == 0) begin();
   if (hear_others(*options().abort_flag, *options().board, world_rank(peer), deadline_,

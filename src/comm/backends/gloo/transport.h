@@ -1,9 +1,9 @@
 // Transport over Gloo: sends and receives of a tag to a peer, waits for them with a deadline, and
 // whom an error blames.
 //
-// Its clients are collectives (exchange.h), messages (gloo_p2p.h) and what connects their ranks
-// (point_to_point.cpp): each names its wait; posts, deadlines and blame are the same for all. Next:
-// point_to_point.h.
+// Collectives (exchange.h), messages (gloo_p2p.h) and what connects their ranks
+// (point_to_point.cpp) use it: each names its wait; posting, deadlines and blame are the same for
+// all. Next: point_to_point.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,19 +32,20 @@ struct ChannelOptions {
   std::vector<int> members;  ///< world ranks
   int self = 0;              ///< index into members
   std::chrono::milliseconds timeout{100000};
-  /// Exchange what each rank is about to issue before every collective, and name both where they
-  /// differ.
+  /// Whether the ranks exchange what each is about to issue before every collective, and name both
+  /// where they differ.
   bool compare_entries = false;
   std::shared_ptr<AbortFlag> abort_flag;
   std::shared_ptr<WaitBoard> board;
-  /// Opens the group. Collective; `epoch` counts recoveries. All ranks are connected then, unless
-  /// there is an open_pair. `waits_for` is told for which of them (an index) it waits; -1: for none
-  /// in particular.
+  /// Opens the group. Collective; `epoch` counts recoveries. Connects all ranks, unless there is an
+  /// open_pair. `waits_for` is told the index of the rank for which it waits; -1: none in
+  /// particular.
   std::function<c10::intrusive_ptr<c10d::Backend>(int epoch,
                                                   const std::function<void(int peer)>& waits_for)>
       open;
-  /// Returns what opens a backend of this rank and the one at index `peer` alone, in the order of
-  /// their indices. Both call it, on the thread that issues; what it returns runs on another one.
+  /// Returns a function that opens a backend of only this rank and the one at index `peer`, in the
+  /// order of their indices. Both ranks call it, on the thread that issues; the returned function
+  /// runs on another thread.
   std::function<std::function<c10::intrusive_ptr<c10d::Backend>()>(int epoch, int peer)> open_pair;
 
   int world_rank(int peer) const { return members[static_cast<std::size_t>(peer)]; }
@@ -53,21 +54,21 @@ struct ChannelOptions {
 /// Fills all but `open` and `open_pair`.
 ChannelOptions channel_options(const GroupPlace& place);
 
-/// How to reach a peer: over which backend, and as which of its ranks.
+/// The connection to a peer: the backend, and the peer's rank in it.
 struct Line {
   c10::intrusive_ptr<c10d::Backend> backend;  ///< null: not connected yet
   int rank = 0;
 };
 
-/// A transfer cannot even begin: the connection is closed already.
+/// Says that a transfer cannot even begin: the connection is closed already.
 struct NotPosted : std::runtime_error {
   NotPosted(int to, const std::string& reason) : std::runtime_error(reason), peer(to) {}
   int peer;
 };
 
-/// The state that all transfers of a group share. A line is written once an epoch, by the issuing
-/// thread, before the first transfer that needs it starts; threads that wait only read those of
-/// theirs. All are taken back while nothing is under way (PointToPointGroup::reset).
+/// The state that all transfers of a group share. The issuing thread writes a line once an epoch,
+/// before the first transfer that needs it; waiting threads only read the lines that they use. All
+/// lines are reset while nothing is in flight (PointToPointGroup::reset).
 class Channel {
  public:
   using Posted = c10::intrusive_ptr<c10d::Work>;
@@ -79,7 +80,7 @@ class Channel {
   Channel& operator=(const Channel&) = delete;
 
   int size() const { return static_cast<int>(options.members.size()); }
-  /// The caller holds `memory` until the transfer is through. Errors: NotPosted.
+  /// The caller keeps `memory` until the transfer has ended. Errors: NotPosted.
   Posted post(End end, int peer, const at::Tensor& memory, int tag) const;
 
   at::Tensor take_buffer(std::int64_t bytes);  ///< at least that many; contents undefined
@@ -94,31 +95,31 @@ class Channel {
   FreeBlocks free_buffers_ TESSERA_GUARDED_BY(mutex_){2.0};
 };
 
-/// A wait for peers (indices into the channel's group): until when, and whom an error blames.
-/// Threads: one at a time; what a watch asks of it, any.
+/// A wait for peers (indices into the channel's group), with its deadline and the rank that an
+/// error blames. Threads: one at a time; a watch may read it from any thread.
 class TransportWait : public Blocked {
  public:
   std::optional<PeerWait> waits_for() const final;
 
  protected:
-  /// `peer`: the one that is waited for from the beginning; -1: none in particular.
+  /// `peer` is waited for from the beginning; -1: none in particular.
   explicit TransportWait(std::shared_ptr<Channel> channel, int peer = -1)
       : channel_(std::move(channel)), peer_(peer) {}
 
-  /// Tells the board what is waited for, from a world rank; -1: from all.
+  /// Tells the board what it waits for, from a world rank; -1: from all.
   virtual PeerWait standing(int rank) const = 0;
   virtual std::string text() const = 0;  ///< names in errors what is waited for
   /// "TEXT: waited 100 s for rank 3; ..."
   virtual std::string waited_in_vain_for(int rank) const;
-  /// Stands in errors before the reason for which the World was aborted.
+  /// The text in errors before the reason for which the World was aborted.
   virtual std::string before_reason() const { return {}; }
-  /// The transfer to or from `peer` has not ended in time. Errors: LostRank, always.
+  /// Called when the transfer to or from `peer` has not ended in time. Errors: LostRank, always.
   [[noreturn]] virtual void time_is_up(int peer) { blame_cause(peer); }
 
   const ChannelOptions& options() const { return channel_->options; }
   int world_rank(int peer) const { return options().world_rank(peer); }
   void check_aborted() const;
-  void begin();  ///< the time within which peers have to come
+  void begin();  ///< sets the deadline by which peers have to come
   bool is_over() const { return std::chrono::steady_clock::now() >= deadline_; }
   void set_peer(int peer) { peer_ = peer; }
 
@@ -131,16 +132,16 @@ class TransportWait : public Blocked {
     } catch (const NotPosted& error) {
       failed = error;
     }
-    // The locks of `post` are free by now: an abort that holds the board's may wait for them.
+    // `post` has released its locks by now: an abort that holds the board's lock may wait for them.
     if (failed) blame_connection(*failed);
   }
-  /// Blocks until the transfer is through. Errors: LostRank.
+  /// Blocks until the transfer has ended. Errors: LostRank.
   void wait_for(c10d::Work& transfer, int peer);
-  /// Errors: LostRank, always: what others say, else that the wait was in vain where it is over and
-  /// the peer lives, else `lost`.
+  /// Errors: LostRank, always. It says what other ranks say; else that the wait was in vain, where
+  /// its time is over and the peer lives; else `lost`.
   [[noreturn]] void blame(int peer, const std::string& lost);
-  /// Errors: LostRank, always: that the wait was in vain, for the peer or for the rank for which
-  /// that one itself waits, whose name the watch has by then.
+  /// Errors: LostRank, always. It says that the wait was in vain, for the peer or for the rank for
+  /// which the peer itself waits, whose name the watch knows by then.
   [[noreturn]] void blame_cause(int peer) const;
 
   const std::shared_ptr<Channel> channel_;
@@ -154,18 +155,18 @@ class TransportWait : public Blocked {
   std::chrono::steady_clock::time_point deadline_;
 };
 
-/// Waits as long as words may be on their way (Patience::words) before `peer`, a world rank, is
-/// blamed; and on while the failure watch waits for the store of another rank: it knows by the
-/// store's timeout that the store is gone. With the `deadline` of a wait that a closed connection
-/// has ended: while the peer continues to beat, as long again after the deadline, but no longer
-/// than WatchTimes::explaining(), since a peer that lives will say why it has closed its
-/// connections. Returns whether the deadline is over and the peer lives: then it is late, and not
-/// lost. Errors: LostRank with what another rank has said in the meantime, behind `what`.
+/// Waits as long as messages may take (Patience::words) before `peer`, a world rank, is blamed, and
+/// longer while the failure watch waits for the store of another rank: by the store's timeout it
+/// knows that the store is gone. `deadline` is that of a wait that a closed connection has ended:
+/// while the peer's heartbeats continue it waits as long again after the deadline, but no longer
+/// than WatchTimes::explaining(), since a live peer will say why it has closed its connections.
+/// Returns whether the deadline is over and the peer lives: then it is late, and not lost. Errors:
+/// LostRank with what another rank has said in the meantime, after `what`.
 bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
                  std::optional<std::chrono::steady_clock::time_point> deadline = std::nullopt,
                  const std::string& what = {});
-/// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows. No ranks: all have
-/// come after all, as to one that was stopped for longer than it waits.
+/// "what: waited 100 s for rank 3; ...", and the reason as far as `patience` knows it. No ranks:
+/// all have come after all, as after this rank was stopped for longer than the timeout.
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
                            const std::vector<int>& world_ranks, const Patience& patience);
 

@@ -15,7 +15,7 @@
 
 namespace tessera::comm {
 
-/// One collective: a batch a member, then the outcome.
+/// One collective: the batch of each member, then the outcome.
 struct Rendezvous::Collective {
   std::uint64_t sequence = 0;
   std::vector<Batch> batches;
@@ -24,23 +24,24 @@ struct Rendezvous::Collective {
   bool done = false;
   std::string failure;
   std::vector<Batch> staged;  // test_hooks::deliver_at_wait: the results until each rank waits
-  // Of tensors on devices, a member each:
+  // For tensors on devices, one for each member:
   std::vector<Stream> streams;
   std::vector<Event> ends;  // of the collective on that stream
-  /// Of who has let go of it before all had come.
+  /// Streams of members that destroyed their work before all ranks had come.
   std::vector<Stream> left_by;
 
   /// Returns the batches that run.
   const std::vector<Batch>& sent() const { return staged.empty() ? batches : staged; }
-  /// The stream is ordered after the collective of a member that lets go of it. Others may hold it for
-  /// longer: not that member's memory with it, which is free behind this point of the stream.
+  /// Orders the stream of a member that destroys its work after the collective. Other members may
+  /// hold the collective for longer, but not that member's memory, which is free after this point
+  /// of the stream.
   void order_after(std::size_t member, const Stream& stream) {
     ends[member].block(stream, EventSite::kWorkEnd);
     batches[member].ops.clear();
   }
 };
 
-/// What the members of one group share.
+/// The state that the members of one group share.
 struct Rendezvous::SharedGroup {
   std::string name;
   std::vector<int> members;
@@ -53,7 +54,7 @@ struct Rendezvous::SharedGroup {
 
 namespace {
 
-/// Each of the streams is ordered after all that was launched on any of them.
+/// Orders each of the streams after all that was launched on any of them.
 void meet(const std::vector<Stream>& streams) {
   std::vector<Event> came(streams.size());
   for (std::size_t i = 0; i < streams.size(); ++i) came[i].record(streams[i], EventSite::kPeers);
@@ -72,7 +73,7 @@ void run_on_devices(const std::vector<Batch>& batches, std::size_t index) {
   std::visit(run, batches.front().ops[index]);
 }
 
-/// Launches all of it, by one thread for all members.
+/// Launches the collective of all members, from one thread.
 void run_on_devices(Rendezvous::Collective& collective) {
   const auto& batches = collective.sent();
   meet(collective.streams);
@@ -81,14 +82,14 @@ void run_on_devices(Rendezvous::Collective& collective) {
     const c10::AutoGradMode no_grad(false);
     for (std::size_t op = 0; op < batches.front().ops.size(); ++op) run_on_devices(batches, op);
   }
-  // A rank's memory is read by others, too.
+  // Other ranks read a rank's memory, too.
   meet(collective.streams);
   for (std::size_t i = 0; i < collective.streams.size(); ++i) {
     collective.ends[i].record(collective.streams[i], EventSite::kWorkEnd);
   }
 }
 
-/// Names the first pair of ranks of which one sends what the other does not expect.
+/// Names the first pair of ranks where one sends what the other does not expect.
 std::string text_of(const ByteDifference& found, const Rendezvous::SharedGroup& shared,
                     const Batch& batch, std::size_t op) {
   const auto facts = std::visit([](const auto& one) { return one.facts(); }, batch.ops[op]);
@@ -100,7 +101,7 @@ std::string text_of(const ByteDifference& found, const Rendezvous::SharedGroup& 
                 ")");
 }
 
-/// Empty when all members mean the same collective.
+/// Returns "" when all members mean the same collective.
 std::string disagreement(const Rendezvous::SharedGroup& shared,
                          const Rendezvous::Collective& collective) {
   Entry first;
@@ -116,7 +117,7 @@ std::string disagreement(const Rendezvous::SharedGroup& shared,
   return {};
 }
 
-/// Runs all of it unless members disagree. Returns how they do; empty when they do not.
+/// Runs the collective unless members disagree. Returns the disagreement; "" where there is none.
 std::string run(const Rendezvous::SharedGroup& shared, Rendezvous::Collective& collective) {
   if (std::string found = disagreement(shared, collective); !found.empty()) return found;
   const auto& batches = collective.sent();
@@ -132,7 +133,7 @@ std::string run(const Rendezvous::SharedGroup& shared, Rendezvous::Collective& c
   return {};
 }
 
-/// A copy of each member's batch, on its stream.
+/// Copies each member's batch, on that member's stream.
 void stage(Rendezvous::Collective& collective) {
   for (std::size_t i = 0; i < collective.batches.size(); ++i) {
     const StreamScope there(collective.streams.empty() ? Stream() : collective.streams[i]);
@@ -145,7 +146,7 @@ void stage(Rendezvous::Collective& collective) {
 
 class InProcessWork : public Work {
  public:
-  /// Of tensors on a device: `waits` is told that this rank waits for the log's entry.
+  /// The part for tensors on a device: `waits` is told that this rank waits for the log's entry.
   struct OnDevice {
     std::shared_ptr<const FlightRecorder> log;
     std::shared_ptr<const Entry> entry;
@@ -173,7 +174,7 @@ class InProcessWork : public Work {
         collective_->left_by[self_] = here;
       }
     } catch (...) {
-      // An error is under way already: it was not waited for.
+      // An error is propagating already, so no caller has waited for this work.
     }
   }
 
@@ -181,7 +182,7 @@ class InProcessWork : public Work {
     if (done_) return;
     const std::chrono::milliseconds patience = abort_flag_->patience.of(timeout_);
     base::Lock lock(shared_->mutex);
-    // Done, or aborted. The interrupt check is asked outside of the lock.
+    // Done or aborted. The interrupt check runs without the lock.
     const auto deadline = std::chrono::steady_clock::now() + patience;
     bool in_time = false;
     for (base::InterruptTimer timer;;) {
@@ -326,7 +327,7 @@ class InProcessGroup : public Group {
     return joined;
   }
 
-  /// By the last member, for all of them.
+  /// Called by the last member, for all of them.
   void complete(Rendezvous::Collective& collective, bool deliver_at_wait) {
     if (deliver_at_wait) stage(collective);
     std::string failure = run(*shared_, collective);
@@ -344,7 +345,7 @@ class InProcessGroup : public Group {
   int self_;
   std::shared_ptr<AbortFlag> abort_flag_;
   const at::Device device_;
-  const std::shared_ptr<FlightRecorder> log_;  // of tensors on a device
+  const std::shared_ptr<FlightRecorder> log_;  // for tensors on a device
   std::uint64_t logged_ = 0;
   std::uint64_t generation_ = 0;
   std::uint64_t next_sequence_ = 0;

@@ -13,17 +13,17 @@
 
 namespace tessera::comm {
 
-/// Guarded by the mailbox's mutex.
+/// A message and its two ends. Guarded by the mailbox's mutex.
 struct Mailbox::Message {
   Message(const Key& what, std::uint64_t when) : key(what), generation(when) {}
 
   const Key key;
   const std::uint64_t generation;
-  /// As it was posted, and on a device what it comes to.
+  /// One end as it was posted; the events and streams are for devices.
   struct End {
     P2POp op;
-    Event through = {};   // behind which it is
-    Stream left_by = {};  // of who has let go of it before that
+    Event through = {};   // ends the message
+    Stream left_by = {};  // of a caller that released it before that
   };
   std::optional<End> sent;
   std::optional<End> received;
@@ -38,7 +38,7 @@ struct Mailbox::Message {
 
 namespace {
 
-/// On a device: on the op's stream, where it is to be freed, too.
+/// Copies what is sent. On a device: on the op's stream, on which it is to be freed, too.
 at::Tensor buffered_copy(const P2POp& op) {
   op.posted.block(op.stream, EventSite::kP2PPost);
   const StreamScope there(op.stream);
@@ -46,7 +46,7 @@ at::Tensor buffered_copy(const P2POp& op) {
   return op.tensor.clone();
 }
 
-/// On the receiver's stream, between two devices on the sender's, too.
+/// Copies on the receiver's stream; between two devices the sender's stream is ordered, too.
 Event launch_copy(const P2POp& sent, const P2POp& received) {
   const std::array streams{received.stream, sent.stream};
   for (const Stream& stream : streams) {
@@ -127,7 +127,7 @@ bool Mailbox::is_through(Message& message, const P2POp& op) {
   if (!message.matched || std::chrono::steady_clock::now() < message.arrives) return false;
   deliver(message);
   message.delivered = true;
-  // Each end may hold the message for long: not the other's memory with it.
+  // Each end may be held for long, but not with the other end's memory.
   message.sent->op.tensor.reset();
   message.received->op.tensor.reset();
   changed_.notify_all();

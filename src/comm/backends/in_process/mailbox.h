@@ -1,9 +1,9 @@
-// Messages between ranks that are threads: a mailbox that the members of a group share.
+// Mailbox: messages between ranks that are threads, which the members of a group share.
 //
-// Stricter than Gloo: a send ends when its receive was posted and the message has been on its way
-// for as long as a test says (test_hooks.h), data appear when one of the ends waits or asks, and
-// ends that differ are named at once, on both; those of empty tensors, too. On devices the copy is
-// launched when one of the ends waits or asks, on the streams of both, by its thread.
+// It is stricter than Gloo: a send ends when its receive was posted and the message has travelled
+// for as long as a test says (test_hooks.h); data appear when one of the ends waits or asks; ends
+// that differ are named at once, on both ranks, also for empty tensors. On devices the thread of an
+// end that waits or asks launches the copy, on the streams of both ends.
 #pragma once
 
 #include <chrono>
@@ -23,16 +23,16 @@ namespace tessera::comm {
 /// Threads: any.
 class Mailbox {
  public:
-  /// Ends all waits (after every rank's AbortFlag was marked).
+  /// Ends all waits, after every rank's AbortFlag was marked.
   void wake_all();
-  /// Messages under way are lost: their tensors are not accessed any more.
+  /// Drops the messages in flight: their tensors are not accessed any more.
   void reset();
 
  private:
   friend class MailboxEnd;
   friend class InProcessP2P;
 
-  /// Sender and receiver (of the world), and which of their messages.
+  /// The sender and the receiver (ranks of the world), and the number of the message between them.
   struct Key {
     int sender;
     int receiver;
@@ -43,18 +43,19 @@ class Mailbox {
 
   std::shared_ptr<Message> post(const Key& key, P2POp op);
   void match(Message& message) TESSERA_REQUIRES(mutex_);
-  /// Whether it is through for the end of `op`; delivers it when its time has come. On a device:
-  /// whether that is launched, up to the end's event.
+  /// Whether the message has ended for the end of `op`; delivers it when its time has come. On a
+  /// device: whether that is launched, up to the end's event.
   bool is_through(Message& message, const P2POp& op) TESSERA_REQUIRES(mutex_);
   void deliver(Message& message) TESSERA_REQUIRES(mutex_);
-  /// Both return the event behind which the end of `op` is through; poll() none: it is not yet.
+  /// Both return the event that ends the message for `op`; poll() returns none while it is in
+  /// flight.
   Event wait_for(Message& message, const P2POp& op, std::chrono::milliseconds timeout,
                  const AbortFlag& abort_flag);
   std::optional<Event> poll(Message& message, const P2POp& op, const AbortFlag& abort_flag);
-  /// Nobody will wait for this end any more: `stream`, its caller's, is ordered after the message all the
-  /// same, at once or as soon as it is launched, before the message lets go of the tensor.
+  /// Releases an end for which no caller waits any more. Orders `stream`, its caller's, after the
+  /// message, at once or as soon as it is launched, before the message releases the tensor.
   void let_go(Message& message, const P2POp& op, const Stream& stream);
-  /// "; it has posted ...": what the other end of `message` waits with in its place.
+  /// "; it has posted ...": names what the other end of `message` has posted instead.
   std::string others_than(const Message& message, const P2POp& op) const TESSERA_REQUIRES(mutex_);
 
   mutable base::Mutex mutex_;

@@ -30,7 +30,7 @@ struct Passage {
 struct SharedMessage {
   const void* from = nullptr;
   std::int64_t sent = 0;
-  void* to = nullptr;  ///< null: the receiver reads it where it was sent from
+  void* to = nullptr;  ///< null: the receiver reads the sender's memory
   std::int64_t expected = 0;
 };
 
@@ -64,7 +64,7 @@ class SharedRank final : public Transfers {
   const void* addend(int peer) override { return messages_[{0, peer, self_}].from; }
   void take_aside(std::int64_t bytes) override { aside_ = own_memory(bytes); }
   std::byte* aside(std::int64_t offset) override { return aside_.get() + offset; }
-  /// Keeps a copy of what later ranks have yet to read in place.
+  /// Keeps a copy of memory that later ranks have not read yet.
   void before_overwriting(const void* memory, std::int64_t bytes) override {
     const auto* begin = static_cast<const std::byte*>(memory);
     std::byte* copy = nullptr;  // one for all of them
@@ -95,7 +95,7 @@ class SharedRank final : public Transfers {
   std::vector<OwnMemory> kept_;  ///< copies of what was overwritten
 };
 
-/// Runs one op of all ranks. The constructor posts its first round.
+/// Runs one op of all ranks. The constructor posts the first round.
 class Together {
  public:
   Together(const std::vector<Batch>& batches, std::size_t index) {

@@ -29,7 +29,7 @@ namespace {
 
 using Started = c10::intrusive_ptr<c10d::Work>;
 
-/// Its collectives run on the current stream, and there is no Work then.
+/// Makes c10d run the collective on the current stream; it returns no Work then.
 template <class Options>
 Options on_this_stream() {
   Options options;
@@ -37,11 +37,11 @@ Options on_this_stream() {
   return options;
 }
 
-/// All of it is launched on the group's stream already.
+/// Work that was launched completely on the group's stream.
 class NcclWork final : public Work {
  public:
   struct Launched {
-    Batch batch;  ///< holds what is read and written
+    Batch batch;  ///< keeps the tensors that are read and written
     Event end;
     at::Device device;
     std::shared_ptr<const AbortFlag> abort_flag;
@@ -52,7 +52,7 @@ class NcclWork final : public Work {
     try {
       order_after();
     } catch (...) {
-      // An error is under way already: it was not waited for.
+      // An error is propagating already, so no caller has waited for this work.
     }
   }
 
@@ -74,11 +74,11 @@ class NcclWork final : public Work {
   bool done_ = false;
 };
 
-/// One batch as it is launched: NCCL's call for each op, and what is left to do once all of them are
-/// out. All on the current stream, which is the group's.
+/// Launches one batch: NCCL's call for each op, then what is left to do after all of these.
+/// Everything goes to the current stream, which is the group's.
 ///
-/// Memory comes first: what is missing then leaves nothing half sent, and no group of NCCL's calls
-/// open, in which whatever else this thread launches would never go out.
+/// Memory is taken first. An error then leaves nothing half sent, and leaves no group of NCCL's
+/// calls open, in which nothing else that this thread launches would ever start.
 class Launch {
  public:
   /// `pool` is made when an op first needs memory: it takes one of the device's few streams.
@@ -93,7 +93,7 @@ class Launch {
     try {
       end();
     } catch (...) {
-      // A device that no longer answers: its memory is lost with it.
+      // The device no longer answers: its memory is lost with it.
     }
   }
   Launch(const Launch&) = delete;
@@ -107,7 +107,7 @@ class Launch {
     if (std::exchange(together_, false)) came(nccl_.endCoalescing());
     for (const auto& next : std::exchange(left_, {})) next();
   }
-  /// Behind all of it, from where on its memory is free.
+  /// Records the event after which the batch's memory is free.
   Event end() {
     Event end;
     end.record(Stream::current(device_), EventSite::kWorkEnd);
@@ -120,8 +120,9 @@ class Launch {
     calls_.emplace_back([this, all = op.buffer.view(-1)] { gather(all); });
   }
 
-  // NCCL adds in the dtype that travels, in an order of its own. Where sums are wider, addends travel
-  // as they are and are added here, in rank order: the bits of the other backends.
+  // NCCL adds in the dtype that travels, in an order of its own. Where the sum's dtype is wider,
+  // addends travel in theirs and are added here, in rank order: the bits are those of the other
+  // backends.
   void operator()(const ReduceScatter& op) {
     const at::Tensor input = op.input.view(-1), output = op.output.view(-1);
     const std::vector<at::Tensor> taken = leased(op);
@@ -171,7 +172,7 @@ class Launch {
   void operator()(const Combine&) { refuse(); }
 
  private:
-  /// The blocks of device_leases().
+  /// Takes the blocks of device_leases().
   template <class Op>
   std::vector<at::Tensor> leased(const Op& op) {
     std::vector<at::Tensor> taken;
@@ -182,11 +183,11 @@ class Launch {
     return taken;
   }
 
-  /// Of what is moved and not added: NCCL knows no integers of 16 bits, which users have.
+  /// Views a tensor that is moved and not added: NCCL has no 16-bit integers, which users have.
   static at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view(-1).view(at::kByte); }
 
   void came(const Started& work) const {
-    if (work && !together_) work->wait();  // this stream waits, and not the host
+    if (work && !together_) work->wait();  // makes this stream wait, not the host
   }
   void gather(const at::Tensor& elements) {
     at::Tensor all = as_bytes(elements);
@@ -200,7 +201,7 @@ class Launch {
                              on_this_stream<c10d::AllToAllOptions>()));
   }
 
-  /// Each rank sums a part and sends it round.
+  /// Each rank sums one part and sends the sum to all others.
   void sum_in_parts(const AllReduce& op) {
     const std::int64_t mine = part_of_rank(op, ranks_, rank_);
     std::vector<std::int64_t> sends;
@@ -234,8 +235,8 @@ class Launch {
 
 class NcclGroup final : public Group {
  public:
-  /// `backend`: none of a group of messages. `entries`: of the same ranks in the memory of the host,
-  /// where they are compared.
+  /// `backend` is null for a group of messages. `entries` is a group of the same ranks in the
+  /// host's memory, where entries are compared.
   NcclGroup(NcclPlace place, NcclBackend backend, std::shared_ptr<Group> entries)
       : place_(std::move(place)),
         entries_(std::move(entries)),
@@ -319,7 +320,7 @@ class NcclConnections final : public Connections {
     NcclPlace here{channel_options(place),
                    place.store->for_group(concat("nccl/", place.name), place.abort_flag),
                    place.device, place.options.init_timeout, made_};
-    // Messages have communicators of their own (nccl_p2p.h).
+    // Messages have separate communicators (nccl_p2p.h).
     if (purpose_of(place.name) == kMessages) {
       return std::make_shared<NcclGroup>(std::move(here), NcclBackend(), nullptr);
     }
@@ -341,7 +342,7 @@ class NcclConnections final : public Connections {
   }
 
  private:
-  /// Of the same ranks, over Gloo.
+  /// Returns the group of the same ranks over Gloo.
   std::shared_ptr<Group> messages_of(const GroupPlace& place) {
     if (!messages_) messages_ = open_gloo(launch_);
     GroupPlace there = place;
@@ -350,7 +351,7 @@ class NcclConnections final : public Connections {
     return messages_->make_group(there);
   }
 
-  /// Takes seconds: not in the first step.
+  /// Connects the ranks now and not in the first step, since that takes seconds.
   static NcclBackend connected(const NcclPlace& place) {
     const int ranks = static_cast<int>(place.channel.members.size());
     const auto backend = place.backends->make(place.store, place.channel.self, ranks, place.device,
@@ -363,7 +364,7 @@ class NcclConnections final : public Connections {
     return backend;
   }
 
-  /// Rings and pairs: NCCL connects them when the first collective needs them.
+  /// Makes NCCL connect rings and pairs, which it does in the first collective that needs them.
   static void meet_once(c10d::ProcessGroupNCCL& nccl, int ranks, at::Device device) {
     at::Tensor mine = at::zeros({1}, at::TensorOptions(device));
     at::Tensor all = at::zeros({ranks}, mine.options());
@@ -376,7 +377,7 @@ class NcclConnections final : public Connections {
   }
 
   const std::shared_ptr<NcclBackends> made_ = std::make_shared<NcclBackends>();
-  /// Groups of the same ranks have one communicator: so its collectives have one order everywhere.
+  /// Groups of the same ranks share one communicator, so its collectives have one order everywhere.
   std::map<std::vector<int>, NcclBackend> backends_;
   bool claimed_ = false;
   std::chrono::milliseconds patience_{0};
@@ -384,8 +385,8 @@ class NcclConnections final : public Connections {
   std::unique_ptr<Connections> messages_;
 };
 
-/// c10d's watchdog ends the process by itself where a collective takes too long or a device fails:
-/// before this rank could say which, and the others hear of it.
+/// Keeps c10d's watchdog from ending the process. It does so where a collective takes too long or a
+/// device fails, before this rank can say which and before the other ranks know.
 void keep_watchdog_still() {
   for (const char* const name :
        {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
@@ -394,20 +395,20 @@ void keep_watchdog_still() {
   }
 }
 
-/// What the user has not set.
+/// Sets the variable unless the user has set it.
 void set_default(const char* name, const char* value) {
   if (!base::environment_variable(name)) base::set_environment_variable(name, value);
 }
 
 void set_defaults() {
-  // Else its threads sleep for minutes beside what has failed, and its destructors wait for them:
-  // for a report of what this rank reports itself.
+  // Otherwise its threads sleep for minutes after a failure, and its destructors wait for them, to
+  // make a report of what this rank reports itself.
   set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "0");
   set_default("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0");
-  // Several communicators then begin on the device in the order in which the rank has launched on
-  // them; two ranks whose devices took them in different orders would wait for each other. With
-  // drivers of before NCCL has each end before the next one begins (getImplicitOrder in its
-  // src/enqueue.cc), so that two ranks of a pipeline that send to each other would never receive.
+  // With it, several communicators begin on the device in the order in which the rank has launched
+  // on them; two ranks whose devices took them in different orders would wait for each other. With
+  // older drivers NCCL makes each end before the next one begins (getImplicitOrder in its
+  // src/enqueue.cc), so two ranks of a pipeline that send to each other would never receive.
   constexpr int kBeginsInOrder = 12030;
   if (version_of_driver() >= kBeginsInOrder) set_default("NCCL_LAUNCH_ORDER_IMPLICIT", "1");
 }

@@ -15,8 +15,8 @@
 namespace tessera::comm {
 namespace {
 
-// What does not end is named by the failure watch: c10d's watchdog counts from the launch, whatever
-// comes before it on the device, and knows of no start-up.
+// The failure watch names a collective that does not end. c10d's watchdog does not serve: it counts
+// from the launch, though other work may be before it on the device, and knows of no start-up.
 constexpr std::chrono::hours kNever{24 * 365};
 
 }  // namespace

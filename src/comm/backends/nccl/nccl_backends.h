@@ -1,11 +1,11 @@
-// The communicators of one World: c10d's backends of NCCL, made alike, connected before anybody needs
-// them, ended together.
+// NcclBackends: the communicators of one World. They are c10d's NCCL backends, made alike,
+// connected before they are needed, and ended together.
 //
-// NCCL connects two ranks inside the first call that both of them make, which stands still without an
-// end where the other one is lost. So that first call is made here: on a thread of its own, which is
-// left to itself after comm.init_timeout_seconds, while the rank stands on the wait board, where the
-// failure watch looks after the others. What NCCL connects later all the same (it has other ways for
-// larger messages) is named by the failure watch (comm/host_read.h). Private to the NCCL backend.
+// NCCL connects two ranks inside the first call that both of them make, which blocks without end
+// where the other rank is lost. So that first call is made here, on a separate thread, which is
+// abandoned after comm.init_timeout_seconds; meanwhile the rank is on the wait board, where the
+// failure watch observes the others. The failure watch (comm/host_read.h) names what NCCL connects
+// later (it connects differently for larger messages). Private to the NCCL backend.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -25,20 +25,21 @@ namespace tessera::comm {
 
 using NcclBackend = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 
-/// What NCCL has noticed of a communicator by itself, "" where nothing: c10d's watchdog asks it while
-/// something is under way.
+/// An error that NCCL has found in a communicator, "" where there is none: c10d's watchdog queries
+/// NCCL while something is in flight.
 std::string error_of(c10d::ProcessGroupNCCL& backend);
 
 /// Threads: the rank's thread.
 class NcclBackends {
  public:
-  /// Connects nobody yet. `store` is for it alone. `own`: of the streams that c10d takes for each of
-  /// its communicators, on which it carries messages; collectives run on their groups'.
+  /// Makes a communicator; it connects no rank yet. `store` is for it alone. `own` are the streams
+  /// that c10d takes for each communicator and on which it carries messages; collectives run on the
+  /// streams of their groups.
   NcclBackend make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                    at::Device device, StreamUse own);
-  /// Ends all of them, in the order in which they were made, behind what is under way. All ranks come
-  /// to it: where one does not, it is left to itself after `patience`, with a warning. Without it
-  /// c10d's destructors end what still runs.
+  /// Ends all communicators, in the order in which they were made, after what is in flight. All
+  /// ranks must call it: where one does not, a communicator is abandoned after `patience`, with a
+  /// warning. Without this call c10d's destructors end what still runs.
   void close(std::chrono::milliseconds patience);
 
  private:
@@ -46,10 +47,10 @@ class NcclBackends {
   std::optional<at::Device> device_;
 };
 
-/// Of whom a communicator is.
+/// The ranks of a communicator.
 struct NcclPlace {
   ChannelOptions channel;
-  c10::intrusive_ptr<c10d::Store> store;  ///< of this group
+  c10::intrusive_ptr<c10d::Store> store;  ///< the group's store
   at::Device device;
   std::chrono::milliseconds init_timeout{0};
   std::shared_ptr<NcclBackends> backends;

@@ -28,7 +28,7 @@ void require_nccl_device() {
 }
 
 int version_of_driver() {
-  // libtorch has loaded it, and says nothing of its version.
+  // libtorch has loaded the driver, and does not tell its version.
   void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY);
   if (driver == nullptr) return 0;
   const auto ask = reinterpret_cast<int (*)(int*)>(::dlsym(driver, "cuDriverGetVersion"));

@@ -14,7 +14,7 @@
 namespace tessera::comm {
 namespace {
 
-/// All of it is launched already.
+/// An end that was launched completely.
 class Launched final : public PostedOp {
  public:
   /// `end` is empty where there is nothing to carry.
@@ -82,7 +82,7 @@ class NcclP2P final : public P2P {
  private:
   int world_rank() const { return place().members[static_cast<std::size_t>(rank())]; }
 
-  /// Of a pair, which is all that a communicator of sends and receives connects.
+  /// Returns the communicator of a pair, which is all that one of sends and receives connects.
   const NcclBackend& backend_of(const P2PRoute& route) const {
     const bool is_forward = route.direction == P2PTag::Direction::kForward;
     return backends_[(is_forward ? 0U : 2U) + (route.from < route.to ? 0U : 1U)];
@@ -110,19 +110,19 @@ class NcclP2P final : public P2P {
         place(), std::make_shared<Launched>(std::move(op), std::move(end), place(), backend));
   }
 
-  /// c10d carries it on a stream of its own, which is ordered after the current one; that is ordered after
-  /// it again.
+  /// c10d carries the message on a separate stream, which is ordered after the current one; the
+  /// current stream is then ordered after that stream.
   static void carry(c10d::ProcessGroupNCCL& backend, bool sends, int peer, at::Tensor tensor) {
     std::vector<at::Tensor> tensors{std::move(tensor)};
     constexpr int kNoTag = 0;
     const auto work =
         sends ? backend.send(tensors, peer, kNoTag) : backend.recv(tensors, peer, kNoTag);
-    if (work) work->wait();  // the stream, and not the host
+    if (work) work->wait();  // makes the stream wait, not the host
   }
 
   const NcclPlace nccl_;
   std::array<NcclBackend, 4>
-      backends_;  ///< activations up and down the ranks, gradients up and down
+      backends_;  ///< for activations and for gradients, each in both directions
   std::set<P2PRoute> connected_;
 };
 
