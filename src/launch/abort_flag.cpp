@@ -8,7 +8,8 @@
 namespace tessera::comm {
 namespace {
 
-// Of those who are missing: each costs the store a request, and many ranks ask at once.
+// At most so many missing ranks are asked: each costs the store a request, and many ranks ask at
+// once.
 constexpr int kWorksAsked = 16;
 
 using KeptErrors = base::PassLocal<base::PassValue::kKeptErrors, int>;
@@ -65,7 +66,7 @@ std::string Patience::works_of(const std::vector<int>& ranks) const {
 }
 
 void AbortFlag::raise(const std::string& what) const {
-  // In a child the mutex may be held by a thread that is not there.
+  // In a child the mutex may be held by a thread that exists only in the parent.
   if (is_in_child()) {
     throw Error(
         ErrorKind::kUsage,

@@ -1,13 +1,13 @@
-// AbortFlag: the mark that a World has failed, shared by everything of it that blocks.
+// AbortFlag: the mark that a World has failed, shared by everything in it that blocks.
 //
-// A collective that was started can no longer be trusted once a rank left the common order, so all
-// later ones throw until recover(). Also the error type that tells a culprit from its victims.
+// A collective that was started can no longer be trusted once a rank has left the common order, so
+// all later ones throw until recover(). LostRank is the error that tells a victim from the culprit.
 //
-// With it goes Patience: how long the waits of a World last, and what other ranks say they do
-// meanwhile. Before the first step ranks have unequal work: one hashes data, another verifies the
-// larger file. That says nothing about a collective, so it waits longer there, and whoever gives up
-// says what the others were busy with. A rank that is lost is another matter: the failure watch
-// finds it as fast as ever. Next: World::begin_start_up().
+// Patience says how long the waits of a World last, and what other ranks say they do meanwhile.
+// Before the first step ranks have unequal work: one hashes data, another verifies the larger file.
+// That says nothing about a collective, so waits are longer there, and an error says what the other
+// ranks were busy with. A rank that is lost is a different case: the failure watch finds it as fast
+// as later. Next: World::begin_start_up().
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ namespace tessera::comm {
 /// Threads: any.
 class Patience {
  public:
-  /// What a rank has said that it does; "" where it has said nothing, or waits as well.
+  /// Returns what a rank has said that it does; "" where it has said nothing, or waits as well.
   using WorkOf = std::function<std::string(int rank)>;
 
   /// From now on no wait ends before `longer`.
@@ -34,18 +34,18 @@ class Patience {
   void lower();
   bool raised() const { return longer_ms_.load(std::memory_order_relaxed) > 0; }
 
-  /// How long others' words of what has failed may be on their way: 1 s unless said otherwise.
+  /// How long messages of other ranks about a failure may take: 1 s by default. [Note: watch times]
   /// [Note: watch times]
   void expect_words_within(std::chrono::milliseconds time);
   std::chrono::milliseconds words() const;
 
-  /// Of a wait that begins now, whose timeout is `usual` in a step.
+  /// The timeout of a wait that begins now and has the timeout `usual` in a step.
   std::chrono::milliseconds of(std::chrono::milliseconds usual) const;
-  /// "; rank 0 was busy with: hashing the data; ...": what `ranks` (of the world) have said, and
-  /// what to do about it; "" where they have said nothing.
+  /// "; rank 0 was busy with: hashing the data; ...": what `ranks` (of the world) have said, and a
+  /// remedy; "" where they have said nothing.
   std::string works_of(const std::vector<int>& ranks) const;
-  /// The end of an error about ranks that did not come to a collective: that, or what else may be
-  /// the matter.
+  /// The end of an error about ranks that did not come to a collective: works_of(), or what else
+  /// may be the cause.
   std::string why_missing(const std::vector<int>& ranks) const;
 
  private:
@@ -67,8 +67,8 @@ class LostRank : public Error {
   explicit LostRank(const std::string& message) : Error(ErrorKind::kComm, message) {}
 };
 
-/// While it lives, errors of this thread stay in the library, which throws them where the program
-/// calls it next: until then they tell the program nothing.
+/// Keeps errors of this thread in the library while it lives. The library throws them when the
+/// program calls it next: until then the program does not know of them.
 class KeepsErrors {
  public:
   KeepsErrors();
@@ -78,11 +78,11 @@ class KeepsErrors {
   static bool in_this_thread();
 };
 
-/// It is also the mark that a World is over: closed, or a copy of the parent's in a child of fork().
-/// Both are for good, and errors of use (kUsage). Threads: any.
+/// The flag also says that a World is over: closed, or a copy of the parent's in a child of fork().
+/// Both are final, and errors of use (kUsage). Threads: any.
 class AbortFlag {
  public:
-  /// The first reason stays.
+  /// Marks the flag; the first reason stays.
   void mark(const std::string& why) {
     const base::Lock lock(mutex_);
     if (set_.load(std::memory_order_relaxed)) return;
@@ -100,8 +100,9 @@ class AbortFlag {
     why_.clear();
     suspicion_.clear();
   }
-  /// What a wait has thrown and is on its way out of the step: whoever marks the World for that
-  /// says it too, since an unwinding stack does not know its exception. The first one stays.
+  /// Notes an error that a wait has thrown and that still propagates. The thread that marks the
+  /// World because of it reports it too, since an unwinding stack does not know its exception. The
+  /// first one stays.
   void suspect(const std::string& why) {
     acknowledge();
     const base::Lock lock(mutex_);
@@ -111,15 +112,15 @@ class AbortFlag {
     const base::Lock lock(mutex_);
     return suspicion_;
   }
-  /// How often it was marked: what nobody waits for any more may look so seldom that it is cleared
-  /// in between.
+  /// How often it was marked: a thread that was abandoned may read the flag so rarely that it is
+  /// cleared in between.
   std::uint64_t marks() const { return marks_; }
   /// Whether it was marked, or the World is over.
   bool is_set() const { return set_.load(std::memory_order_acquire) || is_in_child(); }
   /// Whether it was marked.
   bool is_aborted() const { return aborted_.load(std::memory_order_relaxed); }
 
-  /// The World is closed: from now on check() and raise() throw kUsage, whether it was marked or not.
+  /// Closes the World: from now on check() and raise() throw kUsage, whether it was marked or not.
   void close() {
     const base::Lock lock(mutex_);
     closed_.store(true, std::memory_order_relaxed);
@@ -127,23 +128,23 @@ class AbortFlag {
     ++marks_;
     set_.store(true, std::memory_order_release);
   }
-  /// Threads and connections hang on this flag, which a child of fork() has not: it is over there.
+  /// Makes the World over in a child of fork(), which lacks its threads and connections.
   void belong_to_this_process() { forks_ = base::forks(); }
   bool is_in_child() const { return forks_ >= 0 && forks_ != base::forks(); }
-  /// Errors: kUsage when the World is over; nothing when it was only marked.
+  /// Errors: kUsage when the World is over; none when it was only marked.
   void require_not_over() const {
     if (is_over()) [[unlikely]]
       raise();
   }
 
-  /// Asks the interrupt check where the wait of `timer` has lasted long enough. Errors: what the
+  /// Runs the interrupt check where the wait of `timer` has lasted long enough. Errors: what the
   /// check throws, after the World has been told.
   void ask_interrupt(base::InterruptTimer& timer) const {
     if (timer.is_due()) [[unlikely]]
       ask_interrupt();
   }
   void ask_interrupt() const;
-  /// Aborts the World. A wait that has asked by itself calls it when it was interrupted.
+  /// Aborts the World. A wait that runs the check by itself calls it when it was interrupted.
   void tell_interrupted() const;
   /// Sets how an interrupt aborts the World; called in the thread that was interrupted.
   void when_interrupted(std::function<void()> abort);
@@ -157,7 +158,7 @@ class AbortFlag {
     if (is_set()) [[unlikely]]
       raise();
   }
-  /// Throws why it was marked, behind `what` was about to be done. Errors, always one: as check().
+  /// Throws why it was marked; `what` was about to be done. Always throws: as check().
   [[noreturn]] void raise(const std::string& what = {}) const;
   /// Notes that the program knows of the abort, if there is one: an error has left the library
   /// since, or the program recovers by itself. Does nothing in a thread that keeps its errors.

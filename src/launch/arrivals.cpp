@@ -10,7 +10,8 @@ namespace {
 
 constexpr int kBits = 62;  // so that sums stay positive
 
-// When a meeting of a thousand ranks fails, most of them ask who is missing, at the same time.
+// When a meeting of a thousand ranks fails, most of them ask at the same time which ranks are
+// missing.
 constexpr int kCountersAsked = 16;
 
 std::int64_t bit_of(int place) { return std::int64_t{1} << place % kBits; }
@@ -35,7 +36,7 @@ std::int64_t Arrivals::full(std::size_t level, int counter) const {
 }
 
 bool Arrivals::arrive(int member) {
-  // Who comes again, after it has lost its patience once, counts once.
+  // A rank that comes again, after a timeout, counts once.
   if ((counters_.add(key_of(0, member / kBits), 0) & bit_of(member)) != 0) return false;
   int place = member;
   for (std::size_t level = 0; level < levels_.size(); ++level) {

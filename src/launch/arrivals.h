@@ -1,10 +1,10 @@
-// Arrivals: who has come to a meeting of many ranks, as bitmaps in the store.
+// Arrivals: which ranks have come to a meeting of many, as bitmaps in the store.
 //
-// Each counter holds the bits of 62 members; who fills one adds its bit to a counter of such
-// counters, and so on up to a single one. So coming takes O(1) requests and log N for few, the last
-// one to come knows that it is, and who is missing is read from the top: only counters that are not
-// full are asked for, and no more of them than a bound, however many ranks ask at once. Pure.
-// Next: store.h.
+// Each counter holds the bits of 62 members; the member that fills one adds its bit to a counter of
+// such counters, and so on up to a single one. So arriving takes O(1) requests, and log N for few
+// members; the last one to arrive knows that it is, and the missing ones are read from the top:
+// only counters that are not full are read, and no more of them than a bound, however many ranks
+// ask at once. Pure. Next: store.h.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace tessera::comm {
 
-/// Counters by key, shared by all ranks: 0 at first.
+/// Counters by key, shared by all ranks; all are 0 at first.
 class SharedCounters {
  public:
   virtual ~SharedCounters() = default;
@@ -23,14 +23,14 @@ class SharedCounters {
 
 struct Missing {
   std::vector<int> members;  ///< ascending
-  bool and_more = false;     ///< too many to ask for
+  bool and_more = false;     ///< whether there are too many to ask for
 };
 
 class Arrivals {
  public:
   Arrivals(SharedCounters& counters, std::string key, int members);
 
-  /// Once or more; returns whether this one was the last of all.
+  /// May be called repeatedly; returns whether this member was the last of all.
   bool arrive(int member);
   Missing missing();
 
@@ -45,7 +45,7 @@ class Arrivals {
 
   SharedCounters& counters_;
   const std::string key_;
-  std::vector<Level> levels_;  ///< the members' first
+  std::vector<Level> levels_;  ///< the first level is the members'
 };
 
 }  // namespace tessera::comm

@@ -26,7 +26,7 @@ struct BoundedCalls::State {
       jobs.pop_front();
       lock.unlock();
       job();
-      job = nullptr;  // what it holds goes here, not while the lock is held
+      job = nullptr;  // destroys what it holds here, without the lock
       lock.lock();
     }
   }

@@ -1,7 +1,7 @@
 // BoundedCalls: runs calls that may never return, and stops waiting for them.
 //
 // c10d's store waits without a limit for an answer, and Gloo for the store: where the process that
-// serves it is stopped, only another thread can tell. Next: store.h.
+// serves it is stopped, only another thread can notice. Next: store.h.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,15 @@ namespace tessera::comm {
 class BoundedCalls {
  public:
   BoundedCalls();
-  /// A call that has not returned is left to itself, with all that it holds.
+  /// Abandons a call that has not returned, with all that it holds.
   ~BoundedCalls();
   BoundedCalls(const BoundedCalls&) = delete;
   BoundedCalls& operator=(const BoundedCalls&) = delete;
 
-  /// What `call` returns or throws; none if it takes longer than `limit`, an earlier one hangs, or
-  /// `in_vain`, which is asked every few milliseconds, says that nobody needs it any more, or
-  /// throws, which leaves this call. `call` must own what it uses: it may outlive the caller.
+  /// Returns or throws what `call` does. Returns none if it takes longer than `limit`, an earlier
+  /// call hangs, or `in_vain` says that the result is no longer needed; `in_vain` is called every
+  /// few milliseconds, and may throw, which abandons the call. `call` must own what it uses: it may
+  /// outlive the caller.
   template <class Call, class Result = std::invoke_result_t<Call>>
   std::optional<Result> run(Call call, std::chrono::milliseconds limit,
                             const std::function<bool()>& in_vain = {}) {

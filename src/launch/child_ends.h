@@ -1,12 +1,12 @@
-// The exit codes of this process's children, also where it was started with SIGCHLD ignored: the
-// system then keeps none, and waitpid() fails with ECHILD.
+// ChildEnds: the exit codes of this process's children, also where the process was started with
+// SIGCHLD ignored: the system then keeps none, and waitpid() fails with ECHILD.
 #pragma once
 
 #include <signal.h>
 
 namespace tessera::comm {
 
-/// Has the system keep them as long as it lives. For a process with one thread.
+/// Makes the system keep exit codes while it lives. For a process with one thread.
 class ChildEnds {
  public:
   ChildEnds() {

@@ -58,7 +58,7 @@ class FailureWatch::Keys final : public WatchedStore {
  public:
   explicit Keys(Store& store) : store_(store) {}
   void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
-  /// Keys stay once they are there: no need to ask for that again.
+  /// Keys stay once they exist, so this is asked once.
   std::vector<std::optional<std::string>> find(const std::vector<std::string>& keys) override {
     const bool known =
         std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return seen_.contains(key); });
@@ -91,7 +91,7 @@ FailureWatch::FailureWatch(std::shared_ptr<Store> own_connection, std::shared_pt
   try {
     heart_ = std::thread([this] { each_poll(&FailureWatch::beat); });
   } catch (...) {
-    stop();  // a thread that nobody has joined would end the process
+    stop();  // destroying a thread that was not joined would end the process
     throw;
   }
 }
@@ -159,8 +159,8 @@ void FailureWatch::look_for_end_of_grace() {
 }
 
 bool FailureWatch::has_thrown(std::chrono::milliseconds time, bool& stands) const {
-  // A wait for a collective that began before has not ended. A wait in the store ends by itself, or
-  // belongs to a recovery.
+  // The wait belongs to an earlier collective, which has not ended. A wait in the store ends by
+  // itself, or belongs to a recovery.
   const Standing standing = board_->standing();
   stands = standing.wait && standing.waited >= time;
   return actions_.acknowledged() && !stands;
@@ -244,7 +244,7 @@ void FailureWatch::beat() {
   try {
     store_->set(store_key::pulse(options_.rank), encode(pulse));
   } catch (const std::exception&) {
-    // The watch finds out, and says so.
+    // The watch finds and reports it.
   }
 }
 

@@ -1,13 +1,13 @@
-// FailureWatch: two threads a process (or thread rank): one learns when the run fails elsewhere,
-// the other one says that this rank lives.
+// FailureWatch: two threads a process (or thread rank). One learns when the run fails elsewhere,
+// the other tells that this rank lives.
 //
 // [Note: failure] Gloo cannot be aborted as a whole and its destructors may block, so a failing
 // rank does not unwind: it writes the failure key, prints, and leaves by _exit (failure_report.h).
-// The watch sees the key at its next look, over a store connection of its own, and ends its process
-// too. It also watches for what no rank reports: the store gone with rank 0, a peer without a sign
-// of life, a collective on this rank's device that does not end (WaitBoard::watch_device), and
-// ranks that wait for each other in different orders or in different groups (peer_watch.h). However
-// long a look takes, the heart continues to beat.
+// The watches of the other ranks see the key at their next look, over a separate store connection,
+// and end their processes too. They also watch for what no rank reports: the store gone with rank
+// 0, a peer without a sign of life, a collective on this rank's device that does not end
+// (WaitBoard::watch_device), and ranks that wait for each other in different orders or in different
+// groups (peer_watch.h). However long a look takes, the heartbeats continue.
 //
 // [Note: disagreements] Ranks that call different things are a mistake that their program may
 // catch: no rank is lost, and nothing hangs once the waits end. So the watch aborts the World on
@@ -17,9 +17,9 @@
 // board knows, and other ranks may wait for it. An error in a thread of the library counts as
 // thrown once the program gets it (KeepsErrors).
 //
-// [Note: grace] A host program whose interpreter has handlers to run is not to be ended by _exit at
+// [Note: grace] A host program whose interpreter has handlers to run must not be ended by _exit at
 // once (LostRankEnds::kCall). Then `failed` and `lost` abort the World for good, the rank's call
-// throws, and the watch ends the process only where nothing has been thrown by the end of the grace
+// throws, and the watch ends the process only where nothing was thrown by the end of the grace
 // period, as with a disagreement.
 #pragma once
 
@@ -39,26 +39,26 @@
 
 namespace tessera::comm {
 
-/// The few ranks before `self` in a ring of `ranks`, and `self`: of many ranks that ask at the same
-/// time each asks for the signs of life of so many others.
+/// Returns the few ranks before `self` in a ring of `ranks`, and `self`. Where many ranks ask at
+/// the same time, each asks for the signs of life of only so many others.
 std::vector<int> neighbours(std::vector<int> ranks, int self);
 
-/// Those of `ranks` whose watches give no sign of life for `time`. Waits for as long. Errors:
-/// LostRank when the store does not answer.
+/// Returns those of `ranks` whose watches show no sign of life for `time`. Waits for as long.
+/// Errors: LostRank when the store does not answer.
 std::vector<int> silent_ranks(Store& store, const std::vector<int>& ranks,
                               std::chrono::milliseconds time);
 
 struct WatchOptions {
   int rank = 0;
   std::chrono::milliseconds poll{200};            ///< between looks, and between heartbeats
-  std::chrono::milliseconds blocked_after{2000};  ///< a wait this long is looked into
+  std::chrono::milliseconds blocked_after{2000};  ///< a wait this long is examined
   std::chrono::milliseconds silent_after{
       6000};  ///< a peer without a heartbeat for this long is lost
   std::chrono::milliseconds acknowledged_within{5000};  ///< [Note: disagreements]
   /// [Note: grace]; none: `failed` and `lost` end the process.
   std::optional<std::chrono::milliseconds> grace = std::nullopt;
 };
-/// For a rank of so many.
+/// Returns the options for a rank of so many.
 WatchOptions watch_options(int rank, int ranks);
 
 /// The reason of an abort: "rank R: why", or how the ranks disagree.
@@ -66,8 +66,8 @@ struct Abort {
   std::string why;
   bool is_disagreement = false;
 };
-/// Encodes an abort for the store: `why`, for a disagreement after a mark that no rank's text
-/// begins with.
+/// Encodes an abort for the store: `why`, for a disagreement after a mark with which no rank's text
+/// begins.
 std::string encode(const Abort& abort);
 
 class FailureWatch {
@@ -75,9 +75,10 @@ class FailureWatch {
   /// Callbacks of the watch, on its thread. Each is called at most once; those with an epoch at
   /// most once in each epoch.
   struct Actions {
-    std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
+    /// the failure key exists: why as written there
+    std::function<void(const std::string& why)> failed;
     std::function<void(const std::string& why)> lost;  ///< store gone, silent peer, stalled device
-    /// Ranks issue different collectives, in this epoch: they may have recovered meanwhile.
+    /// Ranks issue different collectives, in this epoch; they may have recovered meanwhile.
     std::function<void(const std::string& why, int epoch)> disagree;
     /// A rank aborted its World, or announced a disagreement (after `disagree` on this rank, too).
     std::function<void(const Abort& abort, int epoch)> aborted = [](const Abort&, int) {};
@@ -97,9 +98,9 @@ class FailureWatch {
   FailureWatch& operator=(const FailureWatch&) = delete;
 
   void stop();
-  /// After a recovery: what was seen in earlier epochs no longer counts.
+  /// Called after a recovery: what was seen in earlier epochs no longer counts.
   void set_epoch(int epoch);
-  /// How often it has looked at its peers.
+  /// The number of times that it has looked at its peers.
   std::uint64_t looks() const { return looks_; }
 
  private:
@@ -112,10 +113,10 @@ class FailureWatch {
   void expect_acknowledgement(const std::string& why, int epoch);
   void look_for_acknowledgement(int epoch);
   void look_at_peers(int epoch);
-  /// After `failed` and `lost`.
+  /// Called after `failed` and `lost`.
   void begin_grace();
   void look_for_end_of_grace();
-  /// Whether the program has thrown why its World is aborted, of which it was to hear `time` ago.
+  /// Whether the program has thrown why its World is aborted, which it was to learn `time` ago.
   bool has_thrown(std::chrono::milliseconds time, bool& stands) const;
   void beat();
 
@@ -126,7 +127,8 @@ class FailureWatch {
   base::Mutex mutex_;
   base::Condition wake_;
   bool stopping_ TESSERA_GUARDED_BY(mutex_) = false;
-  std::atomic<bool> over_{false};  // an action that ends the run was taken, nothing to look for
+  // an action that ends the run was taken: nothing more to look for
+  std::atomic<bool> over_{false};
   std::atomic<int> epoch_{0};
   std::atomic<std::uint64_t> looks_{0};
   int aborted_epoch_ = -1;

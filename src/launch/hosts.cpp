@@ -96,12 +96,12 @@ void check_listen(bool worked, const char* what) {
                 std::strerror(errno));
 }
 
-/// None where the address is not this host's.
+/// Returns none where the address is not this host's.
 std::optional<Listener> try_to_listen(const std::string& host, const SocketAddress& address) {
   Descriptor socket(::socket(address.bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (socket.get() < 0 && errno == EAFNOSUPPORT) return std::nullopt;
   check_listen(socket.get() >= 0, "socket");
-  // A run that has just ended leaves connections in TIME_WAIT; they do not make the port taken.
+  // A run that has just ended leaves connections in TIME_WAIT; they do not occupy the port.
   const int on = 1;
   check_listen(::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0,
                "setsockopt");
@@ -146,7 +146,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kLongestAnswer = 1U << 20U;  // some ten thousand hosts
-constexpr std::size_t kLongestShown = 120;         // of a list or an answer, in an error
+// the length to which errors cut a list or an answer
+constexpr std::size_t kLongestShown = 120;
 
 [[noreturn]] void refuse(const std::string& list, const std::string& found) {
   throw Error(ErrorKind::kUsage,
@@ -155,7 +156,7 @@ constexpr std::size_t kLongestShown = 120;         // of a list or an answer, in
                      "`, expected the hosts of the step; set MASTER_ADDR or comm.master_addr"));
 }
 
-/// A running scontrol, which is gone, with whatever it has started, when this is.
+/// A running scontrol. Its destructor ends it and everything that it has started.
 class Scontrol {
  public:
   explicit Scontrol(const std::string& list) : list_(list) {
@@ -191,7 +192,7 @@ class Scontrol {
   Scontrol(const Scontrol&) = delete;
   Scontrol& operator=(const Scontrol&) = delete;
 
-  /// All that it prints, once it has ended well.
+  /// Returns all that it prints, once it has ended successfully.
   std::string answer(Clock::time_point deadline) {
     std::string text;
     std::array<char, 4096> buffer{};
@@ -247,7 +248,7 @@ bool is_host_name(std::string_view name) {
          std::all_of(name.begin(), name.end(), fits);
 }
 
-/// One name a line, every line a name.
+/// Checks that every line is one name, and returns the first.
 std::string first_of(const std::string& list, const std::string& answer) {
   const std::string_view text = answer;
   for (std::size_t begin = 0; begin < text.size();) {

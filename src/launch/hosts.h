@@ -1,13 +1,13 @@
-// Hosts: as sockets take them (names turned into addresses, and a listening socket at one of them),
-// and the first host of a Slurm step, as `scontrol` says.
+// Hosts for sockets (names resolved to addresses, and a listening socket at one of them), and the
+// first host of a Slurm step, which `scontrol` tells.
 //
-// c10d's store server listens on every interface; it is handed one of these sockets instead.
+// c10d's store server listens on every interface, so it is given one of these sockets instead.
 // spawn.cpp passes one to rank 0, store.cpp opens one; gloo.h listens where the route to that store
 // begins.
 //
-// Slurm gives a step its hosts as a list ("node[01-03,7],gpu5") whose syntax is its own, and no
-// address. Only where neither MASTER_ADDR nor the user says one, scontrol is asked to spell the
-// list out: one short process, no shell, a limit on its time and on what is read. Pure. Next:
+// Slurm gives a step its hosts as a list ("node[01-03,7],gpu5") in a special syntax, and no
+// address. Only where neither MASTER_ADDR nor the user gives one, scontrol expands the list: one
+// short process, no shell, a limit on its time and on what is read. Pure. Next:
 // launch_environment.h, which says whether that is needed.
 #pragma once
 
@@ -24,7 +24,7 @@ namespace tessera::comm {
 
 struct LaunchEnvironment;
 
-/// Of either family, as the socket calls want it.
+/// An address of either family, for the socket calls.
 struct SocketAddress {
   sockaddr_storage bytes{};
   socklen_t length = 0;
@@ -33,19 +33,19 @@ struct SocketAddress {
   std::uint16_t port() const;
 };
 
-/// One text for all processes of a machine, until it starts anew; "" where it cannot be told. Unlike
-/// a name it is the same in containers, and different on other machines.
+/// Returns a text that is the same for all processes of a machine, until it reboots; "" where it is
+/// unknown. Unlike a host name it is the same in containers, and different on other machines.
 std::string running_kernel();
 
 /// "10.0.0.1", "fe80::1%eth0": without the port.
 std::string host_text(const SocketAddress& address);
 
-/// All addresses of a host, in the order in which they are to be tried; "localhost" is 127.0.0.1.
-/// Asks the name service: may take its time. Errors: kComm for a name that is not known.
+/// Returns all addresses of a host, in the order in which to try them; "localhost" is 127.0.0.1.
+/// Asks the name service, which may take time. Errors: kComm for an unknown name.
 std::vector<SocketAddress> resolve(const std::string& host, std::uint16_t port);
 
-/// The address of this host from which `host` is reached; nothing is sent. Errors: kComm for a name
-/// that is not known, or no route.
+/// Returns the address of this host from which `host` is reached; nothing is sent. Errors: kComm
+/// for an unknown name, or no route.
 std::string local_address_towards(const std::string& host);
 
 /// A file descriptor that closes itself.
@@ -60,7 +60,7 @@ class Descriptor {
   }
   ~Descriptor();
   int get() const { return fd_; }
-  /// Whoever takes it closes it.
+  /// Releases the descriptor; the caller closes it.
   int release() { return std::exchange(fd_, -1); }
 
  private:
@@ -73,12 +73,12 @@ struct Listener {
   std::uint16_t port = 0;
 };
 
-/// Listens on the first address of `host` that is this host's own; port 0 = any free one.
-/// Errors: kComm when the port is taken (it says so), no address of `host` is this host's, or
-/// sockets cannot be had.
+/// Listens on the first address of `host` that is this host's; port 0 = any free one. Errors: kComm
+/// when the port is taken (it says so), no address of `host` is this host's, or sockets cannot be
+/// made.
 Listener listen_on(const std::string& host, std::uint16_t port);
 
-/// "store: cannot listen on HOST:PORT: ...; do Z", for a port that somebody else listens on.
+/// "store: cannot listen on HOST:PORT: ...; do Z", for a port on which another process listens.
 std::string port_in_use(const std::string& host, std::uint16_t port);
 
 /// scontrol only reads files of its host for this.

@@ -31,7 +31,7 @@ class Variables {
     return parsed;
   }
 
-  /// For a variable that must be there because `because` is.
+  /// Reads a variable that must be set because `because` is.
   int required(std::string_view name, std::string_view because) const {
     const auto value = number(name);
     TESSERA_CHECK(value.has_value(), ErrorKind::kUsage, "environment: found ", because, " without ",
@@ -47,7 +47,7 @@ class Variables {
   const base::Environment& all_;
 };
 
-/// How one launcher spells what every launcher says.
+/// The names of one launcher for what every launcher tells.
 struct Spelling {
   Launcher launcher;
   std::string_view rank;
@@ -55,7 +55,7 @@ struct Spelling {
   std::vector<std::string_view> local_rank;
   std::vector<std::string_view> local_size;
   std::vector<std::string_view> hosts;  ///< number of hosts
-  std::vector<std::string_view> job;    ///< the same on all ranks, different from job to job
+  std::vector<std::string_view> job;    ///< same on all ranks, different for each job
 };
 
 const Spelling& spelling(Launcher launcher) {
@@ -103,7 +103,7 @@ std::optional<int> first_number(const Variables& variables,
   return std::nullopt;
 }
 
-/// srun's own PMI names the same ranks as its step does, and only the step says where they are.
+/// srun's own PMI names the same ranks as its step, and only the step tells where they are.
 bool is_slurms_pmi(const Variables& variables) {
   return variables.text("PMI_RANK") == variables.text("SLURM_PROCID") &&
          variables.text("PMI_SIZE") == variables.text("SLURM_STEP_NUM_TASKS") &&
@@ -153,8 +153,8 @@ Hosts count_hosts(const LaunchEnvironment& launch, const Spelling& names,
   return *local_size < launch.world_size ? Hosts::kSeveral : Hosts::kOne;
 }
 
-/// The same on all ranks of a job, different for jobs side by side; none where the launcher does
-/// not name its jobs.
+/// Returns a hash that is the same on all ranks of a job and different for concurrent jobs; none
+/// where the launcher does not name its jobs.
 std::optional<std::uint32_t> hash_of_job(const Spelling& names, const Variables& variables) {
   std::uint32_t hash = 2166136261U;
   bool known = false;
@@ -168,8 +168,8 @@ std::optional<std::uint32_t> hash_of_job(const Spelling& names, const Variables&
   return hash;
 }
 
-/// A port that all ranks of a job on one host agree on without talking, below the range that the
-/// kernel hands out.
+/// Returns a port on which all ranks of a job on one host agree without communication, below the
+/// range of the kernel's ephemeral ports.
 std::uint16_t port_of_job(const Spelling& names, const Variables& variables) {
   const auto hash = hash_of_job(names, variables);
   return hash ? static_cast<std::uint16_t>(10000U + *hash % 20000U) : std::uint16_t{29500};
@@ -184,7 +184,7 @@ std::string store_prefix(const Spelling& names, const Variables& variables) {
   return prefix;
 }
 
-/// Where the store is if nobody says so.
+/// Chooses the host of the store if no address is given.
 void find_host(LaunchEnvironment& launch, const Variables& variables) {
   if (launch.hosts == Hosts::kOne) {
     launch.master_addr = "127.0.0.1";
@@ -282,7 +282,7 @@ Reach reach(const LaunchEnvironment& launch) {
 }
 
 void require_network_address(const LaunchEnvironment& launch, const std::string& address) {
-  // Who gives rank 0 all addresses expects others from outside.
+  // A user who gives rank 0 all addresses expects ranks from outside.
   const bool outside = launch.hosts == Hosts::kSeveral ||
                        (launch.hosts == Hosts::kUnknown && is_any_address(launch.master_addr));
   TESSERA_CHECK(!outside || is_loopback(launch.master_addr) || !is_loopback(address),
@@ -304,7 +304,7 @@ LaunchEnvironment read_launch_environment(const base::Environment& all,
   launch.launcher = launcher;
   launch.rank = variables.required(names.rank, names.size);
   launch.world_size = variables.required(names.size, names.rank);
-  // Who sets RANK and WORLD_SIZE by hand usually stays on one host.
+  // A user who sets RANK and WORLD_SIZE by hand usually stays on one host.
   launch.local_rank = first_number(variables, names.local_rank).value_or(launch.rank);
   check_position(launch, names, variables);
   launch.hosts = count_hosts(launch, names, variables);

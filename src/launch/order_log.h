@@ -1,7 +1,7 @@
-// OrderLog: the order in which one rank has issued collectives and messages of late, over all of its
-// groups: long enough to hold the step before this one, which says what comes next.
+// OrderLog: the order in which one rank has lately issued collectives and messages, over all of its
+// groups. It is long enough to hold the step before this one, which tells what comes next.
 //
-// Written at every collective and message: a few numbers each. Words are made when a rank hangs or is
+// Written at every collective and message: a few numbers each. Text is made when a rank hangs or is
 // lost, for its board (rank_board.h). Pure.
 #pragma once
 
@@ -17,12 +17,12 @@
 
 namespace tessera::comm {
 
-/// Returns `fingerprint` of a collective, mixed with the purpose of its group: the same in every step
-/// and in groups of other ranks that do the same.
+/// Returns `fingerprint` of a collective, mixed with the purpose of its group: the same in every
+/// step and in groups of other ranks that do the same.
 constexpr std::uint64_t what_of(std::uint64_t fingerprint, std::uint64_t purpose) {
   return fingerprint + purpose * 0x9e3779b97f4a7c15ULL;
 }
-/// The other end of a message: `what` of a send is odd, that of its receive is one less.
+/// Returns the other end of a message: `what` of a send is odd, that of its receive is one less.
 constexpr std::uint64_t other_end(std::uint64_t what) { return what ^ 1U; }
 
 /// Names what was issued, as text.
@@ -33,7 +33,7 @@ struct IssueWords {
   bool operator==(const IssueWords&) const = default;
 };
 
-/// Something issued, kept so that words can be made of it later. Threads: any.
+/// Something issued, kept so that text can be made of it later. Threads: any.
 class Issue {
  public:
   virtual ~Issue() = default;
@@ -45,18 +45,19 @@ class Issue {
   Issue& operator=(const Issue&) = default;
 };
 
-/// Whether something goes out while a backward runs.
+/// Whether something is issued while a backward runs.
 enum class Pass : std::uint8_t { kForward, kBackward };
 
 /// One collective, or one end of a message.
 struct LoggedIssue {
-  std::uint64_t lane = 0;      ///< hash of the group's name; kMessageLane of a message
-  std::uint64_t what = 0;      ///< what_of(); even or odd of a message
-  std::uint64_t sequence = 0;  ///< of its group; of a message a hash that is the same at both ends
+  std::uint64_t lane = 0;  ///< hash of the group's name; kMessageLane for a message
+  std::uint64_t what = 0;  ///< what_of(); a message's is even or odd
+  /// within its group; for a message a hash that is the same at both ends
+  std::uint64_t sequence = 0;
   std::chrono::steady_clock::time_point time;
   Pass pass = Pass::kForward;
-  bool done = false;                    ///< waited for, and through
-  std::uint64_t issued_until_done = 0;  ///< by the rank after this one, in all of its groups
+  bool done = false;                    ///< it was waited for, and has ended
+  std::uint64_t issued_until_done = 0;  ///< the rank's later issues in all groups
 };
 /// The lane of all messages of a rank.
 inline constexpr std::uint64_t kMessageLane = 1;
@@ -64,7 +65,8 @@ inline constexpr std::uint64_t kMessageLane = 1;
 /// Threads: any.
 class OrderLog {
  public:
-  /// Returns its number. `make` returns the shared_ptr<const Issue>; called where `what` is new.
+  /// Returns its number. `make` returns the shared_ptr<const Issue>; it is called where `what` is
+  /// new.
   template <class Make>
   std::uint64_t note(const LoggedIssue& one, const Make& make) {
     const base::Lock lock(mutex_);
@@ -73,7 +75,7 @@ class OrderLog {
     if (const auto [place, is_new] = issues_.try_emplace(one.what); is_new) place->second = make();
     return count_++;
   }
-  /// The one with this number is through.
+  /// Notes that the one with this number has ended.
   void done(std::uint64_t number) {
     const base::Lock lock(mutex_);
     if (number < first_ || number >= count_ || count_ - number > ring_.size()) return;
@@ -81,7 +83,7 @@ class OrderLog {
     ring_[number % ring_.size()].issued_until_done = count_ - number - 1;
   }
   void clear();
-  /// The last ones, at most `most`, the oldest first.
+  /// Returns the last ones, at most `most`, the oldest first.
   std::vector<LoggedIssue> latest(std::size_t most) const;
   std::optional<IssueWords> words(std::uint64_t what) const;
 

@@ -22,18 +22,18 @@ std::string issued(int epoch, int rank) { return concat("issued/", epoch, "/", r
 
 namespace {
 
-// A rank whose neighbour is lost with it, on the same host for example, has another one to watch
-// it.
+// A rank whose neighbour is lost with it, for example on the same host, is watched by another rank,
+// too.
 constexpr std::size_t kWatchedBefore = 2;
 
 // Ranks that wait in the same collective differ by what was issued ahead: a few.
 constexpr std::size_t kPublishedHashes = 8;
-// Of messages under way: all of most schedules. Of those of a rank that has more nothing is
-// concluded.
+// The messages in flight that a pulse holds: all of most schedules. Nothing is concluded about
+// those of a rank that has more.
 constexpr std::size_t kPublishedMessages = 32;
 
-// Of a chain of waits: the rounds of one collective for more ranks than there are, and some for the
-// others that it may lead through.
+// The longest chain of waits that is followed: the rounds of one collective for more ranks than
+// there are, and some for other collectives through which it may lead.
 constexpr std::size_t kLongestChain = 40;
 
 std::vector<std::string_view> fields_of(std::string_view line) {
@@ -87,7 +87,7 @@ bool holds(const IssuedHashes& messages, std::uint64_t hash) {
   return std::find(messages.latest.begin(), messages.latest.end(), hash) != messages.latest.end();
 }
 
-/// Or may have.
+/// Whether the rank has issued it, or may have.
 bool has_issued(const Pulse& pulse, const PeerWait& wait) {
   const auto* issued = of_group(pulse.issued, wait.group);
   if (issued == nullptr) return false;
@@ -231,7 +231,7 @@ std::chrono::milliseconds WatchTimes::pause() const { return poll / 12; }
 
 std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Standing& standing,
                                                   const std::function<std::string()>& lines) {
-  // Who was stopped itself, or waited for a busy store, has not listened meanwhile.
+  // A rank that was stopped itself, or waited for a busy store, has not listened meanwhile.
   if (last_look_ && now - *last_look_ > options_.silent_after / 2) {
     heard_.clear();
     heard_behind_.clear();
@@ -241,7 +241,7 @@ std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Sta
   listen(now, standing);
   const bool blocked = standing.waits > 0 && standing.waited >= options_.blocked_after;
   bool returns = false;
-  // A short wait is no reason to ask further than for what was read anyway.
+  // A short wait is no reason to read more than was read anyway.
   const auto chain = follow(now, standing, blocked ? kLongestChain : 1, returns);
   if (!blocked) return std::nullopt;
   if (auto silent = find_silent(now)) return silent;
@@ -312,7 +312,7 @@ std::vector<PeerWatch::Link> PeerWatch::follow(Time now, const Standing& standin
   std::string beat;
   bool one_wait = standing.waits == 1;
   std::set<int> followed;
-  bool held_up = true;  // every rank so far by the next one, whatever it waits in
+  bool held_up = true;  // every rank so far by the next one, in any wait
   while (chain.size() < most && wait.peer >= 0) {
     if (held_up && wait.peer != options_.rank) cause_ = wait.peer;
     const auto [pulse, lately] = pulse_of(wait.peer, now);
@@ -322,7 +322,7 @@ std::vector<PeerWatch::Link> PeerWatch::follow(Time now, const Standing& standin
     held_up = held_up && waits && lately;
     if (held_up && pulse.cause >= 0 && pulse.cause != options_.rank) cause_ = pulse.cause;
     // Its data is on the way if it has issued this one and waits for something else; and another
-    // thread of it may issue it yet if that is not all that it does.
+    // thread of it may still issue it if that is not all that the rank does.
     if (!waits || (!same && (has_issued(pulse, wait) || pulse.waits != 1))) break;
     const int next = wait.peer;
     chain.push_back({rank, std::move(wait), !same, std::move(beat)});
@@ -330,7 +330,7 @@ std::vector<PeerWatch::Link> PeerWatch::follow(Time now, const Standing& standin
       returns = one_wait;
       break;
     }
-    if (seen) break;  // a cycle of others, which they find
+    if (seen) break;  // a cycle of other ranks, which they find
     rank = next;
     wait = *pulse.wait;
     beat = std::to_string(pulse.beat);
@@ -359,12 +359,12 @@ std::optional<PeerWatch::Finding> PeerWatch::find_deadlock(Time now,
     suspected_beats_ = std::move(beats);
     return std::nullopt;
   }
-  // Ranks that are not waiting any more have not taken back what they said.
+  // Ranks that no longer wait have not withdrawn what they said.
   const bool all_said_again =
       std::equal(beats.begin(), beats.end(), suspected_beats_.begin(), suspected_beats_.end(),
                  [](const std::string& later, const std::string& first) { return later != first; });
   if (!all_said_again || now - suspected_since_ < options_.blocked_after) return std::nullopt;
-  // The same words on every rank of the cycle.
+  // The text is the same on every rank of the cycle.
   std::rotate(links.begin(),
               std::min_element(links.begin(), links.end(),
                                [](const Link* a, const Link* b) { return a->rank < b->rank; }),

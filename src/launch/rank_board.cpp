@@ -19,7 +19,7 @@ std::string boards_read(int epoch) { return concat("boards read/", epoch); }
 namespace {
 
 constexpr std::string_view kOfRanks = " of ranks ";
-// Far beyond what encode() writes.
+// Far more than encode() writes.
 constexpr std::size_t kMostRead = 1 << 16;
 constexpr std::int64_t kMostMs = std::int64_t{1} << 40;  // 35 years
 
@@ -33,13 +33,13 @@ class Reader {
     ok_ = ok_ && static_cast<bool>(in_ >> value);
     return value;
   }
-  /// The rest of the line, behind one space.
+  /// Returns the rest of the line, after one space.
   std::string line() {
     std::string text;
     ok_ = ok_ && in_.get() == ' ' && static_cast<bool>(std::getline(in_, text));
     return text;
   }
-  /// A time that can be added to another and negated.
+  /// Returns a time that can be added to another and negated.
   std::int64_t ms() { return std::clamp<std::int64_t>(number<std::int64_t>(), 0, kMostMs); }
   std::size_t count(std::size_t most) {
     const auto value = number<std::size_t>();
@@ -59,9 +59,9 @@ std::string one_word_line(std::string text) {
   return text;
 }
 
-// Of what came before, so much is compared: longer than a layer's collectives, which repeat.
+// How much of what came before is compared: more than a layer's collectives, which repeat.
 constexpr std::size_t kLongestContext = 96;
-/// Reads the number of a rank, or how far two are apart.
+/// Reads the number of a rank, or the difference of two.
 bool read_number(std::string_view text, int& number) {
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   return error == std::errc() && stop == text.data() + text.size() && number >= 0 &&
@@ -126,7 +126,8 @@ std::string encode(const RankBoard& board) {
     text += concat("\n", what, " ", words.micro_batch, " ", one_word_line(words.op), "\n ",
                    one_word_line(words.unit));
   }
-  // An item mostly follows the one before it: numbers of lanes and names, and sequences as differences.
+  // An item mostly follows the one before it, so it holds numbers of lanes and names, and
+  // differences of sequences.
   std::map<std::uint64_t, std::uint64_t> next;
   for (const BoardItem& item : board.items) {
     const auto lane = lane_of.find(item.lane);

@@ -1,5 +1,5 @@
-// The variables that libgomp reads as it is loaded: who executes a process or opens libtorch has
-// to set them before.
+// The variables that libgomp reads when it is loaded: the code that executes a process or opens
+// libtorch has to set them before.
 //
 // Threads of libgomp spin while they wait for each other, by default for some 10 ms. Under other
 // load the thread that they wait for gets no core meanwhile, and a step takes 20 to 70 times as
@@ -13,8 +13,8 @@
 
 namespace tessera::comm {
 
-/// NAME=VALUE, as measured: with fewer turns a step of a small model with its cores to itself is
-/// slower, with more a step under other load (docs/launchers.md).
+/// NAME=VALUE, from measurements: with fewer turns a step of a small model with its cores to itself
+/// is slower, with more a step under other load is (docs/launchers.md).
 inline constexpr char kShortSpins[] = "GOMP_SPINCOUNT=3000";
 
 /// Whether `entry`, NAME=VALUE, says how threads wait: it is GOMP_SPINCOUNT or OMP_WAIT_POLICY, set

@@ -74,7 +74,7 @@ struct Child {
   std::string told;  ///< what came through `errors`
 };
 
-/// SIGINT, SIGTERM and SIGCHLD as readable events instead of handlers, for the time of the run.
+/// SIGINT, SIGTERM and SIGCHLD as readable events instead of handlers, while it lives.
 class Signals {
  public:
   Signals() {
@@ -106,11 +106,11 @@ class Signals {
   Descriptor events_;
 };
 
-/// In the child between fork and exec: only calls that are safe there.
+/// Runs in the child between fork and exec: only calls that are safe there.
 [[noreturn]] void become_rank(pid_t parent, const sigset_t& mask, const int (&keep)[2],
                               char* const* arguments, char* const* variables) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != parent) ::_exit(1);  // it died before the line above
+  if (::getppid() != parent) ::_exit(1);  // the parent died before the line above
   ::setpgid(0, 0);  // the terminal's Ctrl-C reaches the parent, which passes it on once
   for (const int fd : keep) {
     if (fd >= 0) ::fcntl(fd, F_SETFD, 0);
@@ -138,7 +138,7 @@ Child start_child(int rank, int nproc, const Listener& listener, const Signals& 
   return child;
 }
 
-/// The run as its parent sees it.
+/// The ranks of a run, for their parent.
 class Spawned {
  public:
   Spawned(int nproc, const Signals& signals)
@@ -148,7 +148,7 @@ class Spawned {
       children_.push_back(start_child(rank, nproc, listener, signals));
     }
   }
-  ~Spawned() {  // an exception on the way: nothing stays behind
+  ~Spawned() {  // after an exception: no rank stays behind
     for (Child& child : children_) {
       if (!child.running) continue;
       ::kill(child.pid, SIGKILL);
@@ -158,7 +158,7 @@ class Spawned {
   Spawned(const Spawned&) = delete;
   Spawned& operator=(const Spawned&) = delete;
 
-  /// Blocks until all are gone.
+  /// Blocks until all ranks have ended.
   void wait_for_all() {
     while (any_running()) {
       pollfd event{signals_.fd(), POLLIN, 0};
@@ -177,7 +177,7 @@ class Spawned {
                        [](const Child& child) { return child.running; });
   }
 
-  /// No longer than a second: another part of this process may take the signal of an end.
+  /// Returns at most a second: another part of this process may take the signal of an end.
   int timeout_ms() const {
     constexpr std::int64_t kMost = 1000;
     if (!kill_at_ || killed_) return kMost;
@@ -246,7 +246,7 @@ class Spawned {
   }
 
   const Signals& signals_;
-  const std::chrono::milliseconds grace_;  ///< after a failure, for the others to leave in
+  const std::chrono::milliseconds grace_;  ///< after a failure, in which the others may leave
   std::vector<Child> children_;
   std::vector<FailureRecord> failures_;
   std::optional<Clock::time_point> kill_at_;

@@ -19,22 +19,23 @@
 namespace tessera::comm {
 namespace {
 
-// c10d gives its own error at its timeout; only where it gives none do we.
+// c10d throws an error at its timeout. Ours follows after this margin, where c10d throws none.
 constexpr std::chrono::milliseconds kStoreMargin{1000};
 
-// In front of all keys of a World over a program's store, and of the count of such Worlds.
+// The prefix of all keys of a World over a program's store, and of the count of such Worlds.
 constexpr const char* kOverStore = "tessera";
 
-// The key under which the first rank says of how many it is one.
+// The key under which the first rank writes the number of ranks.
 constexpr const char* kSize = "number of ranks";
 
-// Between two looks for the last one of a meeting: all that wait ask the same server.
+// The longest interval between two requests for the last one of a meeting: all that wait ask one
+// server.
 constexpr std::chrono::microseconds kLongestPause{5000};
 constexpr std::chrono::microseconds kPauseForEach{200};
 
-/// libtorch warns with a stack trace for every connection that closes; our own errors say which
-/// rank it was. While a process joins, c10d also prints as an error what it throws: nobody there,
-/// which our error says with the rank. Other errors of libtorch are seen before and after that.
+/// libtorch warns with a stack trace for every connection that closes; our own errors name the
+/// rank. While a process joins, c10d also prints as an error what it throws: no process answers,
+/// which our error says with the rank. Other errors of libtorch are shown before and after that.
 class JoinsSilently {
  public:
   JoinsSilently() {
@@ -53,7 +54,7 @@ class JoinsSilently {
   const int before_ = FLAGS_caffe2_log_level;
 };
 
-/// BoundedCalls::run on a thread of its own. Errors: also what the interrupt check throws.
+/// BoundedCalls::run on a separate thread. Errors: also what the interrupt check throws.
 template <class Call>
 auto run_asking(Call call, std::chrono::milliseconds limit) {
   base::InterruptTimer timer;
@@ -67,10 +68,11 @@ std::string no_answer(const std::string& server, std::chrono::milliseconds limit
   return concat("store: no answer for ", in_seconds(limit), " from ", server);
 }
 
-// A rank opens files of the process, connections to the store and another rank, pipes of their threads.
+// A rank opens files of the process, connections to the store and another rank, pipes of their
+// threads.
 constexpr int kOpenFiles = 34;
 
-/// c10d asks for a connection that gets no descriptor again and again, as long as its timeout is.
+/// c10d repeats the request for a connection that gets no descriptor, as long as its timeout lasts.
 void require_open_files(int at_least) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
@@ -79,20 +81,20 @@ void require_open_files(int at_least) {
                 " for the connections of a rank; raise it (ulimit -n)");
 }
 
-/// Opens rank 0's socket. A name that only its own host takes for a loopback address (Debian writes such
-/// a line into /etc/hosts) would leave the others waiting.
+/// Opens rank 0's socket. A name that only its own host takes for a loopback address (Debian writes
+/// such a line into /etc/hosts) would leave the others waiting.
 Listener listen_for(const LaunchEnvironment& launch) {
   Listener listener = listen_on(launch.master_addr, launch.master_port);
   require_network_address(launch, listener.address);
   return listener;
 }
 
-// Before the second question of a wait of PolledStore.
+// The pause before the second request of a wait of PolledStore.
 constexpr std::chrono::milliseconds kFirstPause{1};
 
-/// A store whose waits are questions asked again and again. A connection to the store answers one
-/// call at a time, and a wait is one call: two threads that open a group each over the same
-/// connection would wait for each other's peers, ring-wise over ranks, for ever.
+/// A store whose waits are repeated requests. A connection to the store answers one call at a time,
+/// and a wait is one call: two threads that each open a group over the same connection would wait
+/// for each other's peers, in a ring over ranks, for ever.
 class PolledStore final : public c10d::Store {
  public:
   PolledStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<const AbortFlag> abort_flag,
@@ -151,7 +153,7 @@ class PolledStore final : public c10d::Store {
   }
 
  private:
-  /// Of keys whose first `there` are there.
+  /// Returns the index of the first missing key, where the first `there` exist.
   std::size_t first_absent(const Keys& keys, std::size_t there) {
     std::size_t end = keys.size();
     while (there < end) {
@@ -186,12 +188,12 @@ class PolledStore final : public c10d::Store {
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::shared_ptr<const AbortFlag> abort_flag_;
   const std::uint64_t marks_;
-  const std::chrono::milliseconds longest_pause_;  ///< between two questions of a wait
+  const std::chrono::milliseconds longest_pause_;  ///< between two requests of a wait
   const std::function<void(const std::string& key)> waits_;
 };
 
-// A group is often named as the meeting before it is opened, and whatever lies under its name it
-// takes for its own: meetings have a place that is no group's.
+// A group often has the name of the meeting before it is opened, and it takes all keys under its
+// name for its own: so meetings have keys under which no group is.
 std::string arrivals_at(const std::string& key) { return concat("meetings/arrivals/", key); }
 std::string all_at(const std::string& key) { return concat("meetings/all/", key); }
 
@@ -208,8 +210,8 @@ class CountersOf final : public SharedCounters {
 
 }  // namespace
 
-/// Asks the interrupt check during one call. A store that answers late is given some time more, so
-/// that the connection stays in order, and the others can be told over it.
+/// Runs the interrupt check during one call. A store that answers late gets some more time, so that
+/// the connection stays in order, and the others can be told over it.
 class Store::Questions {
  public:
   explicit Questions(std::shared_ptr<const AbortFlag> abort_flag)
@@ -320,13 +322,13 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
 
 namespace {
 
-/// c10d's own stores can all clone themselves. A wrapper of the program's, written in Python for
-/// example, need not: it says so by an exception, or by returning nothing.
+/// c10d's own stores can all clone themselves. A wrapper of the program, written in Python for
+/// example, may not: it then throws, or returns nothing.
 c10::intrusive_ptr<c10d::Store> clone_or_share(const c10::intrusive_ptr<c10d::Store>& store) {
   try {
     if (auto copy = store->clone()) return copy;
   } catch (const std::exception&) {
-    // Shared: each of our calls returns at once, since keys are asked for before they are read.
+    // Shared: each of our calls returns at once, since keys are tested before they are read.
   }
   return store;
 }
@@ -445,7 +447,7 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
     abort_flag.ask_interrupt(timer);
     if (std::chrono::steady_clock::now() > deadline) {
       const Missing absent = missing(key, size);
-      if (absent.members.empty() && !absent.and_more) return;  // the last one has come just now
+      if (absent.members.empty() && !absent.and_more) return;  // the last one has just arrived
       std::vector<int> ranks;
       for (const int index : absent.members) {
         ranks.push_back(members[static_cast<std::size_t>(index)]);

@@ -83,7 +83,7 @@ Standing WaitBoard::standing() const {
   standing.waits = static_cast<int>(waits_.size());
   if (waits_.empty()) return standing;
   const auto now = std::chrono::steady_clock::now();
-  // In the order in which they began.
+  // Waits are in the order in which they began.
   standing.waited = std::chrono::duration_cast<std::chrono::milliseconds>(now - waits_[0].since);
   for (const Item& item : waits_) {
     standing.wait = item.wait->waits_for();
@@ -109,7 +109,7 @@ WaitBoard::Frozen WaitBoard::now() const {
 }
 
 void WaitBoard::freeze() noexcept {
-  // What was kept of a wait whose error did not end the run is no use to a later one.
+  // A board that was kept for a wait whose error did not end the run is of no use to a later one.
   constexpr std::chrono::seconds kOfAnotherFailure{20};
   try {
     const base::Lock lock(mutex_);
@@ -148,7 +148,7 @@ std::optional<std::string> WaitBoard::stalled_device() const {
     const base::Lock lock(mutex_);
     device = device_.lock();
   }
-  // Without the board: it asks the device, and heartbeats are not to wait for that.
+  // Called without the board's lock: it queries the device, and heartbeats must not wait for that.
   return device ? device->stalled() : std::nullopt;
 }
 
@@ -201,7 +201,7 @@ void WaitBoard::set_epoch(int epoch) {
 
 void WaitBoard::set_cause(int epoch, const PeerWait& wait, int rank) {
   const base::Lock lock(mutex_);
-  if (epoch != epoch_) return;  // by a look that began before the recovery
+  if (epoch != epoch_) return;  // called by a look that began before the recovery
   caused_wait_ = wait;
   cause_ = rank;
 }

@@ -1,11 +1,12 @@
-// WaitBoard: who of this rank is waiting for other ranks, and what its groups have issued lately.
+// WaitBoard: the threads of this rank that wait for other ranks, and the latest issues of its
+// groups.
 //
-// Read by the failure watch: ranks that wait for each other in different orders are found by
-// comparing what they issued ([Note: failure]). Also the handle by which an aborted World ends
-// waits, and where the watch leaves word of who holds one up.
+// The failure watch reads it: it finds ranks that wait for each other in different orders by
+// comparing what they issued ([Note: failure]). An aborted World ends waits through it, and the
+// watch notes on it which rank delays a wait.
 //
-// StartUpLog: a line now and then while a rank waits in a start-up, with what the others do.
-// Minutes without a word look like a run that hangs. One thread, on rank 0 alone, from
+// StartUpLog writes a line now and then while a rank waits in a start-up, with what the others do.
+// Minutes of silence look like a run that hangs. It has one thread, only on rank 0, from
 // World::begin_start_up() to end_start_up(). Pure. Next: peer_watch.h.
 #pragma once
 
@@ -27,32 +28,32 @@
 
 namespace tessera::comm {
 
-/// What one group has issued lately on this rank: kept by whoever issues it (comm's flight
-/// recorder), compared with other ranks' by the failure watch. Threads: any.
+/// The latest issues of one group on this rank. The issuing code keeps it (comm's flight recorder),
+/// and the failure watch compares it with other ranks'. Threads: any.
 class Recorded {
  public:
   virtual ~Recorded() = default;
-  /// One line an entry, as find_disagreement() takes them.
+  /// Returns one line an entry, in the format of find_disagreement().
   virtual std::string lines() const = 0;
   virtual IssuedHashes issued() const = 0;
-  /// None of messages.
+  /// Returns none for messages.
   virtual std::optional<BoardLane> lane() const { return std::nullopt; }
 };
 
-/// Something that a thread waits in.
+/// A wait of a thread.
 class Blocked {
  public:
   virtual ~Blocked() = default;
   virtual void abort() = 0;  ///< makes the wait throw; any thread
-  /// For which collective, and for whom just now; any thread.
+  /// Says for which collective, and for which rank just now; any thread.
   virtual std::optional<PeerWait> waits_for() const { return std::nullopt; }
 };
 
-/// What a device has under way, for which no thread of this rank need be waiting. Threads: any.
+/// The work of a device in flight, for which perhaps no thread of this rank waits. Threads: any.
 class DeviceWatch {
  public:
   virtual ~DeviceWatch() = default;
-  /// Why it does not go on; none while it does. Asked at every look of the failure watch.
+  /// Why it does not continue; none while it does. Called at every look of the failure watch.
   virtual std::optional<std::string> stalled() = 0;
 };
 
@@ -63,30 +64,30 @@ class WaitBoard {
   void leave(Blocked& wait);
   void abort_all();
 
-  /// Of an open group, until it is taken off.
+  /// Adds the log of an open group, until it is removed.
   void add(std::shared_ptr<Recorded> log);
   void remove(const Recorded& log);
-  int groups() const;  ///< whose logs it has
-  /// All ranks that are up, ascending: from now on they are watched, whatever groups are opened.
+  int groups() const;  ///< number of the groups whose logs it has
+  /// Watches all ranks that are up, ascending, from now on, whichever groups are opened.
   void watch(std::vector<int> ranks);
-  /// The rank with which the store goes, if it is one.
+  /// The rank with which the store ends, if it is one.
   void set_store_rank(std::optional<int> rank);
   std::optional<int> store_rank() const;
   std::string lines() const;
   Standing standing() const;
-  /// What this rank issues, over all of its groups.
+  /// The issues of this rank, over all of its groups.
   OrderLog& order() { return order_; }
-  /// Keeps where the rank stands, unless that is kept already: its waits are about to end.
+  /// Keeps the rank's present board, unless one is kept already: its waits are about to end.
   void freeze() noexcept;
-  /// As it was kept, else as it is now. `most_items`: make_board().
+  /// Returns the kept board, else the present one. `most_items`: make_board().
   RankBoard board(int rank, std::size_t most_items) const;
-  /// From now on others are told that this rank issues nothing any more.
+  /// Tells others from now on that this rank issues nothing any more.
   void set_leaving();
-  /// The rank's, as long as it lives.
+  /// Watches the rank's device, as long as `device` lives.
   void watch_device(std::weak_ptr<DeviceWatch> device);
   std::optional<std::string> stalled_device() const;
 
-  /// Kept while the failure watch looks, and acts on what it has found.
+  /// Held while the failure watch looks, and acts on what it has found.
   class Look {
    public:
     explicit Look(WaitBoard& board);
@@ -97,8 +98,8 @@ class WaitBoard {
    private:
     WaitBoard& board_;
   };
-  /// Kept while a rank is about to be blamed: the failure watch listens to it, whatever is waited
-  /// for.
+  /// Held while a rank is about to be blamed: the failure watch listens to it, for whichever rank a
+  /// wait is.
   class Doubt {
    public:
     Doubt(WaitBoard& board, int rank);
@@ -106,24 +107,24 @@ class WaitBoard {
     Doubt(const Doubt&) = delete;
     Doubt& operator=(const Doubt&) = delete;
 
-    /// When the watch has found a beat of the rank's from after the beginning of the doubt; none:
-    /// it has found no such beat.
+    /// When the watch has found a beat of the rank from after the beginning of the doubt; none: it
+    /// has found no such beat.
     std::optional<std::chrono::steady_clock::time_point> last_beat() const;
 
    private:
     WaitBoard& board_;
   };
-  /// The watch says when it found the last beat (PeerWatch::last_beat) of a rank that was doubtful
-  /// as its look began.
+  /// The watch tells when it found the last beat (PeerWatch::last_beat) of a rank that was doubtful
+  /// when its look began.
   void heard(int rank, std::optional<std::chrono::steady_clock::time_point> beat);
 
-  /// Whether a look that began before `time` is still under way: where the store does not answer,
+  /// Whether a look that began before `time` is still in progress: where the store does not answer,
   /// nothing that others have said since can be known.
   bool looks_since_before(std::chrono::steady_clock::time_point time) const;
 
-  /// After a recovery: who held up a wait before it is forgotten.
+  /// Begins an epoch after a recovery: forgets which rank delayed a wait before it.
   void set_epoch(int epoch);
-  /// Whom it takes to hold up a wait of `epoch`, by the failure watch.
+  /// Notes the rank that the failure watch takes to delay a wait of `epoch`.
   void set_cause(int epoch, const PeerWait& wait, int rank);
   std::optional<int> cause_of(std::uint64_t group, std::uint64_t sequence) const;
 
@@ -162,7 +163,7 @@ class WaitBoard {
   int cause_ TESSERA_GUARDED_BY(mutex_) = -1;
 };
 
-/// Stands on the board while it lives. Where an error ends the wait, the board is kept as it was.
+/// Is on the board while it lives. Where an error ends the wait, the board is kept as it was.
 class OnBoard {
  public:
   OnBoard(WaitBoard& board, Blocked& wait)
@@ -182,16 +183,16 @@ class OnBoard {
   const int exceptions_;
 };
 
-/// Runs `meet`, which looks at the abort flag by itself; meanwhile the watch listens for the peers'
+/// Runs `meet`, which reads the abort flag by itself; meanwhile the watch listens for the peers'
 /// heartbeats.
 void meet_on_board(WaitBoard& board, const std::function<void()>& meet);
 
 class StartUpLog {
  public:
-  /// What stands in the line: "" for no line. Called on the thread; must not throw.
+  /// Returns the rest of the line: "" for no line. Called on the thread; must not throw.
   using Works = std::function<std::string()>;
 
-  /// A line goes to `say` every so often while the longest wait on `board` is as long.
+  /// Writes a line to `say` every so often while the longest wait on `board` is as long.
   StartUpLog(std::shared_ptr<const WaitBoard> board, std::chrono::milliseconds every, Works works,
              std::function<void(const std::string&)> say);
   ~StartUpLog();

@@ -11,7 +11,7 @@
 namespace tessera::comm {
 namespace {
 
-/// The reasoning over one set of boards.
+/// Reasons over one set of boards.
 class Finder {
  public:
   explicit Finder(const Boards& boards) : boards_(boards) {
@@ -41,7 +41,7 @@ class Finder {
   NamedIssue named(std::uint64_t what) const {
     NamedIssue issue;
     issue.what = what;
-    // The other end of a message has no name of its own on most ranks.
+    // Most ranks have no name for the other end of a message.
     for (const std::uint64_t each : {what, other_end(what)}) {
       for (const RankBoard& board : boards_.boards) {
         const auto found = board.names.find(each);
@@ -74,7 +74,7 @@ class Finder {
     return issue;
   }
 
-  /// World ranks that hold up a wait.
+  /// Returns the world ranks that delay a wait.
   std::vector<int> missing(const RankBoard& board, const BoardWait& wait) const {
     std::vector<int> members;
     if (const BoardLane* lane = board.lane(wait.lane)) members = ranks_in(lane->name);
@@ -85,7 +85,7 @@ class Finder {
         missing.push_back(rank);
       }
     }
-    // A rank that has issued it may still be the one whose data does not come.
+    // A rank that has issued it may still be the one whose data does not arrive.
     if (missing.empty() && wait.peer >= 0 && wait.peer != board.rank) missing.push_back(wait.peer);
     return missing;
   }
@@ -159,7 +159,8 @@ class Finder {
     return lanes;
   }
 
-  /// The first number under which ranks of the lane issued different things, and who left there.
+  /// Finds the first number under which ranks of the lane issued different things, and the leavers
+  /// there.
   void find_leavers(const LaneOfAll& lane, std::vector<Left>& left) const {
     for (const auto& [sequence, column] : lane.by_sequence) {
       std::map<std::uint64_t, int> votes;
@@ -225,7 +226,7 @@ class Finder {
     take(std::move(left));
   }
 
-  /// The one who left longest ago is the first; what follows in other groups is its doing.
+  /// The rank that left longest ago is the first; it caused what follows in other groups.
   void take(std::vector<Left> left) {
     std::ranges::sort(left, [](const Left& one, const Left& other) {
       return std::tuple(!one.by_order, -one.age_ms, one.root.rank) <
@@ -269,7 +270,7 @@ class Finder {
     for (const int rank : boards_.silent) {
       if (waiting_for(rank) == 0) ends.push_back(end_of_waits(rank));
     }
-    // A rank that is gone counts before those that may have been told already.
+    // A rank that is gone counts before those that other evidence has named.
     const auto place = [](const HangRoot& root) {
       return std::tuple(root.waited_for_by == 0, root.cause, -root.waited_for_by, root.rank);
     };
@@ -300,8 +301,8 @@ class Finder {
     return root;
   }
 
-  /// Adds what others have issued in groups of the rank and do not know to be through, such as reductions:
-  /// it may be held up there, while they wait for it in `first`.
+  /// Adds what others have issued in groups of the rank and have not seen end, such as reductions:
+  /// it may be delayed there, while they wait for it in `first`.
   void add_pending(int rank, const BoardWait& first, HangRoot& root) const {
     const RankBoard* own = board_of(rank);
     std::map<std::pair<std::uint64_t, std::uint64_t>, std::pair<const BoardItem*, const RankBoard*>>
@@ -337,8 +338,9 @@ class Finder {
     for (const auto& [item, board] : latest) root.pending.push_back(named(*item, *board));
   }
 
-  /// For a rank that was lost before anybody waited for it: what comes, by the earlier steps of the
-  /// rank with which it shares the most groups, after the last one that it has come to for certain.
+  /// Returns, for a rank that was lost before any rank waited for it, what comes after the last
+  /// issue that it has certainly reached, by the earlier steps of the rank with which it shares the
+  /// most groups.
   std::optional<NamedIssue> next_by_others(int rank) const {
     const RankBoard* like = nullptr;
     std::set<std::uint64_t> shared;
@@ -366,7 +368,7 @@ class Finder {
                      [&](const BoardItem& item) { return shared.contains(item.lane); });
     if (next == last.base()) return std::nullopt;
     NamedIssue issue = named(*next, *like);
-    issue.sequence.reset();  // an earlier step's
+    issue.sequence.reset();  // belongs to an earlier step
     return issue;
   }
 
@@ -384,8 +386,9 @@ class Finder {
     return comm::next_of(board, {wait.lane, is_for(wait), 0, 0, wait.pass});
   }
 
-  /// Picks, of the waits for a rank, the one that it comes to first: by its own earlier steps, or, where it has
-  /// said nothing, by the order in which one that does the same, and has come further, issued them.
+  /// Picks, among the waits for a rank, the one that it reaches first: by its own earlier steps,
+  /// or, where it has said nothing, by the order in which a rank that does the same, and is ahead,
+  /// issued them.
   const Edge& first_of(int rank, const std::vector<Edge>& edges) const {
     const Edge* first = &edges.front();
     if (const RankBoard* own = board_of(rank)) {
@@ -412,8 +415,9 @@ class Finder {
 
   // Cycles.
 
-  /// Along each wait of a cycle: the rank that is waited for has not come to it, and waits in
-  /// something else. Where it comes before that by the rank's own earlier steps, it was left out.
+  /// Examines each wait of a cycle: the rank that is waited for has not reached it, and waits in
+  /// something else. Where the first comes before the second in that rank's earlier steps, it was
+  /// left out.
   void find_leavers_of_cycles() {
     std::vector<Left> left;
     for_waits_in_cycles([&](const RankBoard& board, const BoardWait& wait) {
@@ -443,7 +447,7 @@ class Finder {
     }
   }
 
-  /// `visit` takes a rank that waits, and a wait for it.
+  /// `visit` takes a rank that waits, and a wait for that rank.
   template <class Visit>
   void for_waits_in_cycles(const Visit& visit) const {
     for (const auto& [rank, edges] : waited_for_) {
@@ -453,10 +457,10 @@ class Finder {
     }
   }
 
-  /// Places in the order of a rank, of which the last is this step's.
+  /// Positions in the order of a rank; the last one is in this step.
   using Places = std::vector<std::size_t>;
 
-  /// Where the rank issued what it waits in, this time last.
+  /// The positions at which the rank issued what it waits in, the present one last.
   static Places issues_of_own_wait(const RankBoard& board) {
     Places places;
     bool is_last = false;
@@ -468,8 +472,8 @@ class Finder {
     return is_last ? places : Places();
   }
 
-  /// How much the rank had issued whenever what it waits in ended in earlier steps, and now. A wait
-  /// for a message may begin long after it was asked for.
+  /// The number of issues of the rank whenever what it waits in ended in earlier steps, and now. A
+  /// wait for a message may begin long after the message was posted.
   static Places ends_of_own_wait(const RankBoard& board) {
     Places places;
     for (std::size_t i = 0; i < board.items.size(); ++i) {
@@ -486,8 +490,8 @@ class Finder {
     return item.what == wait.what && item.pass == wait.pass && item.lane == wait.lane;
   }
 
-  /// Between the last two of `places` the rank has not come to what another rank waits for, though
-  /// it always had before: whatever the order of its threads.
+  /// Adds a leaver where, between the last two of `places`, the rank has not reached what another
+  /// rank waits for, though it always had before; the order of its threads does not matter.
   void add_left_out(const RankBoard& board, const BoardWait& wait, const Places& places,
                     std::vector<Left>& left) const {
     constexpr std::size_t kFewest = 3;
@@ -509,7 +513,7 @@ class Finder {
     left.push_back(std::move(one));
   }
 
-  /// It issued what it waits in without what `wait` is for.
+  /// The rank issued what it waits in without what `wait` is for.
   Left left_out_by(const RankBoard& board, const BoardWait& wait) const {
     const BoardWait& waits_in = board.waits.front();
     const auto own = std::find_if(board.items.rbegin(), board.items.rend(),
@@ -532,8 +536,8 @@ class Finder {
     return issue;
   }
 
-  /// In the group of its own wait the rank issued something else than comes next, to which nobody
-  /// else has come.
+  /// Adds a leaver where, in the group of its own wait, the rank issued something other than what
+  /// comes next, and no other rank has reached that.
   void add_own_leaver(const RankBoard& board, std::vector<Left>& left) const {
     const BoardWait& own = board.waits.front();
     const auto items = items_of(board, {own.lane});
@@ -543,8 +547,8 @@ class Finder {
     left.push_back(leaver(board.rank, items, items.size() - 1, expected, true));
   }
 
-  /// Picks, of what the rank has issued lately in its own wait's group and in that of a wait for it, the
-  /// first that came right before, too, where something else comes next.
+  /// Picks, among the rank's latest issues in the group of its own wait and in that of a wait for
+  /// it, the first that came directly before, too, where something else comes next.
   void add_doubled(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
     const BoardWait& own = board.waits.front();
     const auto items = items_of(board, {wait.lane, own.lane});

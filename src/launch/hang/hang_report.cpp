@@ -32,7 +32,7 @@ std::string_view words_of(HangCause cause) {
     case HangCause::kGone:
       return "is gone or stopped: no sign of life";
     case HangCause::kComputes:
-      return "computes, and waits for nobody";
+      return "computes, and waits for no rank";
     case HangCause::kMute:
       return "lives, and did not say where it is";
     case HangCause::kStore:
@@ -110,7 +110,7 @@ std::string to_string(const HangReport& report) {
   if (report.roots.size() > kRootsShown) {
     text += concat("\n    and: ", report.roots.size() - kRootsShown, " ranks more");
   }
-  if (report.roots.empty()) text += "\n  cause: not found: nobody waits for anybody";
+  if (report.roots.empty()) text += "\n  cause: not found: no rank waits for another";
   for (std::size_t i = 0; i < std::min(report.waits.size(), kWaitsShown); ++i) {
     text += concat("\n  ", line_of(report.waits[i]));
   }

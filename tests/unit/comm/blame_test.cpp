@@ -77,7 +77,7 @@ TEST(Disagreements, ThatAreCaughtLeaveALaterHangItsReport) {
     EXPECT_THAT(outcome.err,
                 AllOf(Says(concat("hang report: ", nproc, " of ", nproc, " ranks said")),
                       Says(concat("cause: rank ", nproc - 2,
-                                  " computes, and waits for nobody; by the "
+                                  " computes, and waits for no rank; by the "
                                   "order it should be in all_reduce of sum"))));
   }
 }
