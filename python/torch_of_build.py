@@ -73,7 +73,7 @@ def minor_and_kind():
 def dynamic_metadata(_settings, _project):
     minor, kind = minor_and_kind()
     version = re.search(r"project\(Tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
-    # The one that TESSERA_TORCH names need not be pip's: a dependency would fetch another beside it.
+    # The one that TESSERA_TORCH names need not be pip's: a dependency would fetch another one.
     named = os.environ.get("TESSERA_TORCH") and not os.environ.get("TESSERA_BUILT")
     return {"version": f"{version}+torch{minor}.{kind}", "dependencies": [] if named else [f"torch=={minor}.*"]}
 

@@ -6,7 +6,7 @@
 
 needs the package `tessera` (docs/python.md, Installing). Linear(10, 20) and Linear(20, 30) are in fp32,
 Linear(30, 10) in bf16; mean squared error, SGD, a learning rate that falls every other epoch. Each rank has rows of its
-own. In addition to the sharded model every rank trains the plain one on the rows of all ranks, and at the end both have the
+own. Every rank also trains the plain model on the rows of all ranks, and at the end both have the
 same bits. With --param-dtype all layers compute in that dtype, in any storage dtype, and nothing is compared.
 """
 

@@ -2,7 +2,7 @@
 // and one call of that unit.
 //
 // A call has three moments in Python: enter() with the tensors among the arguments, the module's own
-// code, leave() with the tensors among the results. Both give back the tensors to use in their
+// code, leave() with the tensors among the results. Both return the tensors to use in their
 // place. Next: python/tessera/_unit.py.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
@@ -43,7 +43,7 @@ class Tree : public torch::nn::Module {
   }
 };
 
-/// Whether nothing of Python refers to the tensor beside the list of the call and the value in which
+/// Whether nothing of Python refers to the tensor but the list of the call and the value in which
 /// it was found.
 bool is_python_alone(const py::list& tensors, std::size_t place) {
   PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(place));
@@ -52,7 +52,7 @@ bool is_python_alone(const py::list& tensors, std::size_t place) {
   return Py_REFCNT(tensor) <= 2 * times;
 }
 
-/// Whether nothing of Python refers to the tensor that a result is a view of, beside the caller, which
+/// Whether nothing of Python refers to the tensor that a result is a view of, but the caller, which
 /// has one reference.
 bool is_base_alone(const py::object& base) {
 #if TESSERA_TORCH_AT_LEAST(2, 13)

@@ -1,4 +1,4 @@
-"""The build that `_C.extension` belongs to; the build writes it beside that (python/binding/CMakeLists.txt)."""
+"""The build that `_C.extension` belongs to; the build writes it next to that (python/binding/CMakeLists.txt)."""
 
 VERSION: str
 TORCH: str

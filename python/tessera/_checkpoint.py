@@ -17,7 +17,7 @@ from tessera._world import usage_error, world
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was saved beside tensors."""
+    """Values that were saved with the tensors."""
 
     path: str  # of step-N
     step: int  # the steps that were done
@@ -39,7 +39,7 @@ def save_checkpoint(
     """Writes FOLDER/step-N, then FOLDER/latest, in the format of the program `tessera`, and waits for the disk.
 
     Saved are parameters, persistent buffers, what the optimizer keeps, and its learning rate, as it is now and as a
-    scheduler found it; not betas and the like. `user`: names with numbers or texts, given back by load_checkpoint().
+    scheduler found it; not betas and the like. `user`: names with numbers or texts, returned by load_checkpoint().
     Each rank writes its part; any number of ranks with any layout loads it, in Python or C++. `step`: steps that are
     done, at least the updates made. `keep_latest_k`: older ones are removed, 0 keeps all. `config_json`: that of a
     model family makes `tessera generate` and `tessera convert` read it. Collective, between steps. Counterpart:
@@ -67,7 +67,7 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Fills shards, buffers and optimizer state from FOLDER/latest, or from FOLDER where that is a step-N.
 
-    Each rank reads the elements that it has; every file is verified. The optimizer goes on at the learning rate that
+    Each rank reads the elements that it has; every file is verified. The optimizer continues at the learning rate that
     was saved; load the scheduler's own state_dict() for what else it knows. Collective, between steps. Counterpart:
     torch.distributed.checkpoint.load. Errors, on all ranks: "io" where there is none, "format" naming the file or
     tensor that is missing, unknown or altered, "config" for another optimizer or loss scale, "usage".
@@ -112,7 +112,7 @@ def _bound_optimizer(optimizer: Any, what: str) -> _C.Optimizer:
 
 
 def _refuse_what_is_not_saved(model: nn.Module, unit: _C.Unit) -> None:
-    """Whatever model.state_dict() has beside the library's tensors would be lost."""
+    """Tensors of model.state_dict() that are not the library's would be lost."""
     parameters = {id(tensor) for tensor, _ in _C.parameter_places(unit)}
     buffers = {id(tensor) for tensor, _, _ in _C.buffer_places(unit)}
     lost: list[str] = []

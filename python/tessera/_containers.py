@@ -2,7 +2,7 @@
 
 [Note: containers] A list or dict that the module changes has to be the caller's own. So tensors are put into the lists,
 dicts and dataclasses that are there, and the caller's tensors are put back when the call has ended; tuples are made
-anew. Objects of other classes pass as they are. Next: _unit.py.
+again. Objects of other classes pass as they are. Next: _unit.py.
 """
 
 from __future__ import annotations

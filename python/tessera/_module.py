@@ -63,7 +63,7 @@ def fully_shard(
 
     Args:
         mesh: None (all ranks), tessera.Mesh, or a DeviceMesh of one dim (dp_shard) or two (dp_replicate, dp_shard).
-        reshard_after_forward: whether parameters are given back after forward and gathered again in backward. None:
+        reshard_after_forward: whether parameters are freed after forward and gathered again in backward. None:
             True, but for the outermost module.
         mp_policy: tessera.MixedPrecisionPolicy, or FSDP2's. Dtypes of parameters of one unit may differ.
         ignored_params: parameters that stay as they are, whole on each rank; nothing sums their gradients.
@@ -105,7 +105,7 @@ def fully_shard(
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise usage_error(
             f"fully_shard: found reshard_after_forward={reshard_after_forward}, expected True, False or None; "
-            "parameters are kept whole, or given back to all ranks"
+            "parameters are kept whole, or returned to all ranks"
         )
     if world().aborted:
         raise usage_error(
@@ -144,7 +144,7 @@ def fully_shard(
 
 
 def _stamp_all(module: nn.Module) -> None:
-    """The library's tensors of all shards are ShardedParameters of `module` from here on, whoever asks for them."""
+    """The library's tensors of all shards are ShardedParameters of `module` from here on, for every reader."""
     for parameter in module.parameters():
         if isinstance(parameter, ShardedParameter):
             give_to(parameter, cast(FSDPModule, module))
@@ -169,7 +169,7 @@ class FSDPModule(nn.Module):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A slice of a sharded Sequential, and whatever else makes a module of this class, is a plain module."""
+        """A slice of a sharded Sequential, and any other call that makes a module of this class, is a plain module."""
         plain = cls.__mro__[2]
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -284,8 +284,8 @@ class FSDPModule(nn.Module):
         unit_of(self).set_requires_gradient_sync(requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: HSDP's sum over copies of the model waits for a backward with True. For the whole model, whatever
-        `recurse` says."""
+        """False: HSDP's sum over copies of the model waits for a backward with True. For the whole model, for any
+        `recurse`."""
         unit_of(self).set_requires_all_reduce(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -337,7 +337,7 @@ class FSDPModule(nn.Module):
 
         Counterpart: requires_grad_() under FSDP2; here frozen and trained parameters lie in memory of their own, and
         those concerned move. Call it on the outermost module. Optimizers of tessera follow; one of torch.optim has to
-        be made anew. `frozen_as`: "shard", or "replicate" (whole on each rank, in the compute dtype). Errors: "usage"
+        be made again. `frozen_as`: "shard", or "replicate" (whole on each rank, in the compute dtype). Errors: "usage"
         in a step or with gradients; "contract" for a pattern that matches nothing.
         """
         from tessera import _optim
@@ -413,7 +413,7 @@ class FSDPModule(nn.Module):
 
 
 def _require_seen(name: str, parameter: nn.Parameter) -> None:
-    """Refuses a parameter that nobody would train."""
+    """Refuses a parameter that no optimizer would train."""
     from tessera import _state
 
     if parameter in LEAVES or _state.holds_whole():

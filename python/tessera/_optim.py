@@ -170,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict()` gave, here, in another layout, or of torch.optim on the plain model.
+        """Resumes from what `state_dict()` gave, here, in another layout, or of torch.optim on the plain model.
 
         Each rank takes its part of whole tensors. The learning rate is the loaded one; other values of the groups have
         to be those of this optimizer. Collective. Errors: "contract", naming what does not fit; nothing has changed.
@@ -544,7 +544,7 @@ class GradScaler:
         return {"scale": scale, **self._numbers, "_growth_tracker": good_steps, "_skipped_steps": skipped_steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on at a scale that state_dict() gave, here or of torch.amp.GradScaler.
+        """Resumes at a scale that state_dict() gave, here or of torch.amp.GradScaler.
 
         Errors: "config" for a scale that is no power of two or below min_scale, and for another growth than this
         one's; "usage" in the middle of a step.

@@ -356,7 +356,7 @@ class _LoadedState:
             )
 
     def group_values(self, place: int) -> dict[str, Any]:
-        """What the dict says of the optimizer's group at `place`, beside parameters."""
+        """What the dict says of the optimizer's group at `place`, without its parameters."""
         own = set(self._own[place])
         values: dict[str, Any] = {}
         for group in self._groups:

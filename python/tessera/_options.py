@@ -42,7 +42,7 @@ def checked(options: Any, what: str) -> StateDictOptions:
         raise TypeError(f"{what}: found options {options!r}, expected a tessera.StateDictOptions")
     ours = StateDictOptions(**{name: getattr(options, name) for name in fields})
     for name, expected, advice in (
-        ("full_state_dict", True, "dicts hold whole tensors; for a rank's own part use tessera.save_checkpoint"),
+        ("full_state_dict", True, "dicts hold whole tensors; for the part of one rank use tessera.save_checkpoint"),
         ("keep_submodule_prefixes", True, "give the submodule itself"),
         ("flatten_optimizer_state_dict", False, 'the state is {"state": {name: {...}}, "param_groups": [...]}'),
     ):

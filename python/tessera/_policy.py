@@ -52,7 +52,7 @@ class MixedPrecisionPolicy:
     - `param_rounding`: "nearest_even" or "half_away", of float32 shards that compute in bfloat16.
     - `intrinsic`: "minority", "all" or "none": which tensors keep the wider dtype that they are found in.
     - `on_narrower_request`: "keep", "narrow" or "error", where `storage_dtype` cannot hold the values.
-    - `master`: "auto" or "none": whether 16-bit shards are stepped with the bits that they lack kept beside them.
+    - `master`: "auto" or "none": whether 16-bit shards are stepped with the bits that they lack kept with them.
     - `no_decay`: patterns of parameters without weight decay; None: the optimizer's own.
     - `loss_scaling`: the loss is scaled by GradScaler; float16 is refused without it.
     - `rules`: what differs for some parameters, of this unit and of the model.

@@ -226,7 +226,7 @@ def _load_into(
 
 
 def _by_name(taken: list[tuple[_Place, Tensor]], may_be_unchanged: bool) -> list[tuple[str, Tensor]]:
-    """What the library loads. A tied parameter has one value, whatever its names."""
+    """What the library loads. A tied parameter has one value under all its names."""
     values: dict[str, tuple[_Place, Tensor]] = {}
     for place, loaded in taken:
         if place.canonical is None:

@@ -20,7 +20,7 @@ from tessera._world import UNIT, usage_error
 if TYPE_CHECKING:
     from ._module import FSDPModule
 
-CONTENT = "_tessera_content"  # of a module's __dict__, beside UNIT
+CONTENT = "_tessera_content"  # of a module's __dict__, next to UNIT
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -43,7 +43,7 @@ def call(module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...]
     """function(*args, **kwargs) as one call of the module's unit.
 
     No variable here may hold a tensor of the result while `leave` looks at who does: the caller may change a result in
-    place where nobody else has it.
+    place where no other unit has it.
     """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise _transform_refused(module)

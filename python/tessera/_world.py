@@ -125,7 +125,7 @@ class World:
             _process.left(self)
 
     def close_failed(self, why: str) -> None:
-        """Leaves the others with the word `why`: their calls raise `tessera.Error` with it. Waits for nobody.
+        """Leaves the others with the word `why`: their calls raise `tessera.Error` with it. Does not wait.
 
         An exception that ends the script, a Python thread or a process of `multiprocessing` calls it by itself. For
         programs that catch all exceptions and end the process by a way of their own (`os._exit`).
@@ -181,7 +181,7 @@ _CODE: Any = vars(SystemExit)["code"]
 
 class _Exit(SystemExit):
     """SystemExit as `sys.exit` raises it while there is a World. Where the interpreter itself reads its code, with no
-    frame of Python around, the process ends with it; whoever catches it before reads the same code."""
+    frame of Python around, the process ends with it; a caller that catches it before reads the same code."""
 
     @property
     def code(self) -> Any:
@@ -286,7 +286,7 @@ class _Process:
         self.undo.append(undo)
 
     def fail(self, error: BaseException) -> None:
-        """An exception that nobody catches: the other ranks hear of it first, while this one still prints it."""
+        """An exception that is not caught: the other ranks hear of it first, while this one still prints it."""
         if self.world is not None:
             self.world.close_failed(text_of(error))
 
@@ -357,9 +357,9 @@ def init(
 ) -> World:
     """Joins the ranks of this run, once a process, and returns its World; a second call returns the same one.
 
-    Where `torch.distributed` is initialised, its ranks join over its store, whatever has started them. Otherwise the
+    Where `torch.distributed` is initialised, its ranks join over its store, in any launcher. Otherwise the
     variables of torchrun (of Open MPI, PMI, Slurm) say who is there, and in a plain process the World is of one rank.
-    It has connections of its own beside those of torch.distributed.
+    It has connections of its own in addition to those of torch.distributed.
 
     Args:
         backend: "gloo" (CPU), "nccl" (CUDA), or "auto", which carries tensors of `device`.

@@ -61,7 +61,7 @@ rank = -1
 
 
 def say(**values: Any) -> None:
-    """Appends a line for the test, which is on the disk whatever happens next."""
+    """Appends a line for the test, which is on the disk before anything else happens."""
     with open(os.path.join(job["folder"], f"said.{rank}"), "a") as file:
         file.write(json.dumps({"at": time.time(), **values}) + "\n")
 
@@ -304,7 +304,7 @@ def drawn() -> None:
 
 
 def interrupted() -> None:
-    """SIGINT while rank 0 waits for rank 1 in a barrier, a forward and a backward; then both go on."""
+    """SIGINT while rank 0 waits for rank 1 in a barrier, a forward and a backward; then both continue."""
     world = tessera.init()
     model = sharded()
     step(model)
@@ -341,7 +341,7 @@ def interrupted() -> None:
 
 
 def interrupted_to_its_end() -> None:
-    """Ctrl-C that nobody catches: a traceback, exit code 130 or 1, and the others are told."""
+    """Ctrl-C that is not caught: a traceback, exit code 130 or 1, and the others are told."""
     world = tessera.init()
     if rank == job["who"]:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -367,7 +367,7 @@ def trains_with_workers() -> None:
 
 
 def forks() -> None:
-    """A child of fork() that has everything, drops it and ends as a script does; its parent goes on."""
+    """A child of fork() that has everything, drops it and ends as a script does; its parent continues."""
     global model_in_child
     world = tessera.init()
     model_in_child = sharded()

@@ -339,9 +339,9 @@ class Run:
         self.twin.follow_gradients(found)
 
     def step(self, kind: str) -> None:
-        """A step of an optimizer on shards, beside torch's on whole tensors; then the same values in both.
+        """A step of an optimizer on shards, compared with torch's on whole tensors; then the same values in both.
 
-        Beside 16-bit shards tessera's keep the rest of a float32 value, which the plain one steps.
+        With 16-bit shards tessera's keeps the rest of a float32 value, which the plain one steps.
         """
         narrow = {name for name, master in self.twin.masters.items() if master.dtype == BF16}
         if narrow and kind == "torch.adamw":
@@ -383,7 +383,7 @@ class Run:
         return make(own, lr=0.05, weight_decay=0.01), plain, whole
 
     def trainable(self, name: str, value: bool) -> None:
-        """set_trainable of one parameter, between steps; optimizers are made anew."""
+        """set_trainable of one parameter, between steps; optimizers are made again."""
         self.optimizers = None
         self.model.set_trainable(name, value)
         self.twin.trainable[self.twin.names[name]] = value
@@ -447,7 +447,7 @@ class Run:
 
 
 def run(source: str, world: Any, shard: Callable[..., Any] = fully_shard) -> None:
-    """Runs a program; AssertionError, or whatever it raises, where something differs. Collective."""
+    """Runs a program; AssertionError, or the error that it raises, where something differs. Collective."""
     program = Run(source, world, shard)
     program.names["train"](program)
 

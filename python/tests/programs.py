@@ -43,7 +43,7 @@ class Node:
     number: int
     path: str
     style: str  # how it is called: "tensor", "dict"
-    fresh: bool  # its result is nobody else's
+    fresh: bool  # its result belongs to this call alone
     lines: list[str] = dataclasses.field(default_factory=list)
     made: list[str] = dataclasses.field(default_factory=list)
 
@@ -93,7 +93,7 @@ class Draw:
         node = Node(len(self.nodes), path, "tensor" if is_root or self.chance(0.7) else "dict", self.chance(0.6))
         self.nodes.append(node)
         prefix = f"{path}." if path else ""
-        calls: list[tuple[str, bool]] = []  # an expression with {}, and whether its result is nobody else's
+        calls: list[tuple[str, bool]] = []  # an expression with {}, and whether its result belongs to this call alone
         for _ in range(self.random.randint(0 if is_root else 1, 2)):
             name = f"leaf{len(self.leaves)}"
             calls.append(self.leaf(node, prefix + name, name))
@@ -227,7 +227,7 @@ class Draw:
             if f"{leaf.path}.{name}" not in self.tied:
                 self.frozen.append(f"{leaf.path}.{name}")
             lines.append(f"    model.{at(leaf.path)}.{name}.requires_grad_(False)")
-        # What every result depends on is trained, whatever it is tied to.
+        # What every result depends on is trained, whether or not it is tied.
         lines.append("    model.last.weight.requires_grad_(True)")
         return "\n".join([*lines, "    return model"])
 

@@ -57,8 +57,8 @@ class Ranks:
     """The processes, each of which runs pytest, and what each of them has said."""
 
     def __init__(self, size: int, arguments: Sequence[str]) -> None:
-        # A store in this process, as torchrun's agent has one: tests may call init_process_group() beside our World.
-        # The port is bound before any rank starts, and nobody else can take it; the ranks import torch while we do.
+        # A store in this process, as torchrun's agent has one: tests may call init_process_group() next to our World.
+        # The port is bound before any rank starts, and no other process can take it; ranks import torch meanwhile.
         bound = socket.socket()
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]

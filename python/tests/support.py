@@ -123,7 +123,7 @@ class Unitwise:
     Each call of a unit computes with fresh leaves in the compute dtype, one for each place where a parameter is
     registered; what arrives at them is added, as it comes, in `accumulate`; a unit casts its floating inputs. What
     crosses its border has a node of its own. With `replicas` every rank has a whole copy: what micro-batches have left
-    on a rank is added up there, and the ranks' sums are added anew each time.
+    on a rank is added up there, and the ranks' sums are added again each time.
 
     `units` are the paths of the units, "" for the model, in the order in which they are sharded: places in one unit of
     a parameter that an earlier one has, too, keep one tensor between them, with a leaf for what each unit does with it.
@@ -237,10 +237,10 @@ class Unitwise:
                 module._parameters[attribute] = leaf
 
     def _exit_of(self, unit: str, own: list[tuple[str, list[tuple[nn.Module, str]]]], rank: int) -> Callable[..., Any]:
-        borrowed = [(name, where) for name, where in own if self.owner[name] != unit]
+        shared = [(name, where) for name, where in own if self.owner[name] != unit]
 
         def leave(_module: nn.Module, _arguments: Any, result: Any) -> Any:
-            self._renew(borrowed, rank)  # what the code around the unit does with them is no use by the unit
+            self._renew(shared, rank)  # what the code around the unit does with them is no use by the unit
             dtype = self._output(unit)
             return across_border(result if dtype is None else cast_floating(result, dtype))
 
@@ -413,7 +413,7 @@ MLP_UNITS = ("layers.0", "layers.1", "layers.2")
 
 
 class Block(nn.Module):
-    """Two linear layers beside a residual."""
+    """Two linear layers and a residual."""
 
     def __init__(self) -> None:
         super().__init__()

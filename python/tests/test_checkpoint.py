@@ -1,4 +1,4 @@
-"""Checkpoints: any number of ranks goes on from what any other has saved.
+"""Checkpoints: any number of ranks resumes from what any other has saved.
 
 Ranks that write files share a folder of the run (`folder`), which rank 0 makes and removes.
 """
@@ -58,7 +58,7 @@ class TestCheckpoints:
     """Checkpoints in the format of docs/checkpoint.md."""
 
     def test_to_one_rank_and_back(self, world: Any, folder: pathlib.Path) -> None:
-        """One rank goes on from what these ranks have saved, and these from what it has saved, with its bits.
+        """One rank resumes from what these ranks have saved, and these from what it has saved, with its bits.
 
         The program `tessera` lists the tensors of both.
         """
@@ -92,7 +92,7 @@ class TestCheckpoints:
         advance(world, other, continued, plain, optimizers)
 
     def test_the_learning_rate_goes_on(self, world: Any, folder: pathlib.Path) -> None:
-        """What a scheduler has made of the rate is saved, and its own state goes on from there: the run that went on
+        """What a scheduler has made of the rate is saved, and its own state resumes from there: the run that resumed
         and the one that was loaded step alike."""
 
         def made() -> tuple[Any, Any, Any]:

@@ -1,6 +1,6 @@
 """How processes end: every rank of every program of ends.py ends in time, with the words of the one that began.
 
-All jobs of this file are handed to one server at once (ends.py), which runs some beside each other. A test waits for
+All jobs of this file are handed to one server at once (ends.py), which runs some at the same time. A test waits for
 its own. FULL has 40 drawn ends instead of 6.
 """
 

@@ -49,7 +49,7 @@ def test_mixed_dtypes_has_the_bits_of_the_plain_model() -> None:
 
 
 def test_finetune_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path: pathlib.Path) -> None:
-    """Two ranks train and save, one goes on where they stopped, and transformers reads the model that it exports."""
+    """Two ranks train and save, one resumes where they stopped, and transformers reads the model that it exports."""
     pytest.importorskip("transformers")
     small = ["--rows", "2", "--sequence", "32", "--steps", "10", "--checkpoint", str(tmp_path / "saved")]
     printed = run("finetune_qwen3.py", *small, ranks=2)
@@ -60,7 +60,7 @@ def test_finetune_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_pat
     data.write_text("1 plus 1 is 2.\n" * 50)
     export = str(tmp_path / "export")
     printed = run("finetune_qwen3.py", *small, "--data", str(data), "--export", export, ranks=1)
-    assert "going on from step 10" in printed
+    assert "resuming from step 10" in printed
     (second,) = re.findall(r"^step 20  loss (\S+)", printed, re.MULTILINE)
     assert float(second) < float(first) < 5.6  # ln 256 at first
 

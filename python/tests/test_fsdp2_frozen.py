@@ -1,7 +1,7 @@
 """PyTorch's test_fully_shard_frozen.py in the words of this package; docs/python_fsdp2.md has the table.
 
 Freezing after `fully_shard` goes through `set_trainable`, on all ranks; upstream calls `requires_grad_()`. An optimizer
-of torch.optim is made anew then, on both sides: its state is of the shards as they lay before.
+of torch.optim is made again then, on both sides: its state is of the shards as they lay before.
 """
 
 from __future__ import annotations

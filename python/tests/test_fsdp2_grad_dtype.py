@@ -22,7 +22,7 @@ FINE = 1.0078125
 
 
 class Wide(torch.autograd.Function):
-    """A product whose weight gradient is float32, as compiled and fused kernels give it, beside a bfloat16 weight."""
+    """A product whose weight gradient is float32, as compiled and fused kernels give it, for a bfloat16 weight."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:

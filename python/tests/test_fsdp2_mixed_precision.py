@@ -43,7 +43,7 @@ class TestTraining:
         alike.train(lambda step, rank: rows_of(step, rank, param_dtype))
 
     def test_compute_dtype_float16_is_refused_without_loss_scaling(self, world: tessera.World) -> None:
-        """float16 loses small gradients without a word, so the policy has to say that the loss is scaled."""
+        """float16 loses small gradients silently, so the policy has to say that the loss is scaled."""
         with pytest.raises(tessera.Error, match="loss_scaling"):
             tessera.fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=FLOAT16))
 
@@ -75,7 +75,7 @@ class TestTraining:
     def test_reduce_dtype_after_frozen_first_forward(self, world: tessera.World) -> None:
         """What is unfrozen after a forward in which all was frozen is reduced in the dtype of the policy.
 
-        A parameter of integers beside it stays frozen and as it is.
+        A parameter of integers next to it stays frozen and as it is.
         """
         torch.manual_seed(42)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
@@ -332,7 +332,7 @@ class TestCasts:
     def test_norm_modules(self, world: tessera.World, case: str, param_dtype: torch.dtype) -> None:
         """Norms as units run forward and backward in 16 bits, or in float32 with their results cast.
 
-        Buffers are left as they are. torch's batch norms on the CPU refuse float32 ones beside 16-bit weights, sharded
+        Buffers are left as they are. torch's batch norms on the CPU refuse float32 ones with 16-bit weights, sharded
         or not, as upstream's do on CUDA; once they are cast by their user, they run.
 
         Upstream: test_norm_modules_bf16, test_norm_modules_fp16.

@@ -87,7 +87,7 @@ class TestRegisteredParams:
     def test_param_registration_after_forward(
         self, world: tessera.World, reshard_after_forward: bool | None, nested: bool
     ) -> None:
-        """After a forward a unit that stays shows whole parameters until reshard(), one that is given back throws."""
+        """After a forward a unit that stays shows whole parameters until reshard(), one that is resharded throws."""
         model = mlps(3, 1)
         plain = copy.deepcopy(model)
         for linear in (model[0].in_proj, model[0].out_proj) if nested else ():
@@ -112,7 +112,7 @@ class TestRegisteredParams:
     def test_param_registration_after_backward(
         self, world: tessera.World, reshard_after_forward: bool, nested: bool
     ) -> None:
-        """After a backward no unit shows whole parameters, whatever it did after forward."""
+        """After a backward no unit shows whole parameters, independent of what it did after forward."""
         model = mlps(8, 1)
         plain = copy.deepcopy(model)
         for linear in (model[0].in_proj, model[0].out_proj) if nested else ():

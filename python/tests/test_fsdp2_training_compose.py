@@ -172,7 +172,7 @@ class TestTrainingCompose:
 
     @pytest.mark.parametrize("tied", [False, True])
     def test_partial_group_reshard_toggle(self, world: tessera.World, tied: bool) -> None:
-        """A head that stays gathered over its chunks and is given back by reshard().
+        """A head that stays gathered over its chunks and is freed by reshard().
 
         Upstream switches `reshard_after_forward` between the model's forward and its backward: refused here by name,
         so it is set before.

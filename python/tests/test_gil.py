@@ -172,4 +172,4 @@ def test_python_runs_on_while_a_call_waits(world: tessera.World, made: Made, fol
             act(made)
         waited = time.monotonic() - began
         assert ticker.longest < LONGEST_S, (name, ticker.longest, ticker.ticks)
-        assert world.size == 1 or waited > LATE_S / 2, f"{name} communicates with nobody: {waited:.3f} s"
+        assert world.size == 1 or waited > LATE_S / 2, f"{name} communicates with no rank: {waited:.3f} s"

@@ -1,4 +1,4 @@
-"""A sharded module beside the plain one: what goes in and comes out, modes and functions of torch, what it shows.
+"""A sharded module compared with the plain one: inputs and outputs, modes and functions of torch, what it shows.
 
 As test_training.py: losses, gradients and parameters have the bits of the plain program.
 """
@@ -189,7 +189,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("units", [(), ("first",), ("first", "second")])
 def test_results_of_units_may_be_changed_in_place(world: Any, units: tuple[str, ...]) -> None:
-    """`y = layer(x); y += x; relu_(y)` has the plain gradients; a result that nobody else holds is the caller's."""
+    """`y = layer(x); y += x; relu_(y)` has the plain gradients; a result that has no other holder is the caller's."""
     model = InPlace()
     plain = Plain(model, world.size)
     shard_layers(model, units)
@@ -255,7 +255,7 @@ class Recording(Mlp):
 
 
 def test_a_pinned_unit_takes_its_inputs_uncast_and_output_dtype_casts_its_results(world: Any) -> None:
-    """A float32 layer before bfloat16 ones: its float32 input is not rounded, its results go on in bfloat16."""
+    """A float32 layer before bfloat16 ones: its float32 input is not rounded, its results continue in bfloat16."""
     model = Recording()
     wide = Unitwise(
         model,
@@ -397,7 +397,7 @@ def test_a_hook_of_a_unit_reads_its_whole_parameters(world: Any) -> None:
     with torch.no_grad():
         model(drawn(4, shape=(3, 8)))
     assert_bits("the weight", seen[0], plain.copies[0].blocks[0].first.weight.detach())
-    if world.size > 1:  # one rank has nobody to gather from, and keeps its values where they are
+    if world.size > 1:  # one rank has no other to gather from, and keeps its values where they are
         with pytest.raises(RuntimeError, match="blocks.0"):
             model.blocks[0].first.weight.sum()
 

@@ -1,4 +1,4 @@
-"""Optimizers, clipping and loss scaling over shards beside torch's own on the unsharded model.
+"""Optimizers, clipping and loss scaling over shards compared with torch's own on the unsharded model.
 
 The plain model has every rank's batch (support.Plain), so that both sides have the same gradients bit for bit with two
 ranks. Where a test compares within a bound it says why.
@@ -269,7 +269,7 @@ class TestProtocol:
             AdamW(nn.Linear(2, 2))
 
     def test_follows_set_trainable(self, world: Any) -> None:
-        """After set_trainable() the group has the new shards, and frozen parameters stay; momenta go on."""
+        """After set_trainable() the group has the new shards, and frozen parameters stay; momenta continue."""
         model, plain = pair(world)
         optimizer = SGD(model, lr=0.1, momentum=0.9)
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, foreach=False) for one in plain.copies]
@@ -454,7 +454,7 @@ class TestGradScaler:
         assert_same_gradients(model, plain)
 
     def test_state_and_refusals(self, world: Any) -> None:
-        """The state goes on in another scaler, also torch's; a scale that rounds, and update() alone are refused."""
+        """The state continues in another scaler, also torch's; a scale that rounds, and update() alone are refused."""
         model, _ = pair(world, mp_policy=MixedPrecisionPolicy(loss_scaling=True))
         with pytest.raises(tessera.Error, match="growth_factor"):
             GradScaler(model, growth_factor=3.0)

@@ -1,4 +1,4 @@
-"""Whole states of optimizers beside those of plain ones, both ways."""
+"""Whole states of optimizers compared with those of plain ones, both ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TestOptimizers:
 
     @pytest.mark.parametrize("name", list(OPTIMIZERS))
     def test_interchange(self, world: Any, name: str) -> None:
-        """The dict has the bits of the plain model's; each side goes on from the other's, by name and by number."""
+        """The dict has the bits of the plain model's; each side resumes from the other's, by name and by number."""
         make, make_plain = OPTIMIZERS[name]
         model, optimizer, plain, optimizers = stepped(world, make, make_plain)
         named = tessera.get_optimizer_state_dict(model, optimizer)
@@ -32,7 +32,7 @@ class TestOptimizers:
                 assert_bits(f"{key} of {parameter}", named["state"][parameter][key], value)
         assert [group["params"] for group in named["param_groups"]] == [g["params"] for g in expected["param_groups"]]
         assert set(expected["param_groups"][0]) <= set(named["param_groups"][0])
-        # The plain side goes on from the sharded one's dict, then the sharded one, made anew, from the plain one's.
+        # The plain side resumes from the sharded one's dict, then the sharded one, made again, from the plain one's.
         optimizers = [make_plain(one.parameters()) for one in plain.copies]
         for one, new in zip(plain.copies, optimizers, strict=True):
             upstream.set_optimizer_state_dict(one, new, copy.deepcopy(named))
@@ -53,7 +53,7 @@ class TestOptimizers:
         advance(world, model, optimizer, plain, optimizers)
 
     def test_other_layout(self, world: Any) -> None:
-        """State of four units goes on in one unit, from a learning rate that a scheduler has set."""
+        """State of four units continues in one unit, from a learning rate that a scheduler has set."""
         model, optimizer, plain, optimizers = stepped(world, *OPTIMIZERS["AdamW"])
         optimizer.param_groups[0]["lr"] = 0.125
         for one in optimizers:
@@ -66,10 +66,10 @@ class TestOptimizers:
         advance(world, other, continued, plain, optimizers)
 
     @pytest.mark.parametrize(
-        ("dtype", "beside"), [(torch.bfloat16, "master_remainder"), (torch.float16, "master")], ids=str
+        ("dtype", "rest"), [(torch.bfloat16, "master_remainder"), (torch.float16, "master")], ids=str
     )
-    def test_sixteen_bits(self, world: Any, dtype: torch.dtype, beside: str) -> None:
-        """Bits beside 16-bit shards come back; a state without them, as of torch.optim, is taken all the same."""
+    def test_sixteen_bits(self, world: Any, dtype: torch.dtype, rest: str) -> None:
+        """Bits that 16-bit shards lack come back; a state without them, as of torch.optim, is taken all the same."""
         policy = MixedPrecisionPolicy(loss_scaling=dtype == torch.float16)
         model = shard_layers(Mlp(WIDTH).to(dtype), MLP_UNITS, mp_policy=policy)
         optimizer = AdamW(model, lr=1e-3)
@@ -98,8 +98,8 @@ class TestOptimizers:
         values = again.state_dict()
         for name, taken in tessera.get_optimizer_state_dict(again, continued)["state"].items():
             assert_bits("exp_avg", taken["exp_avg"], narrow["state"][name]["exp_avg"].float())
-            exact = values[name].float() if beside == "master" else torch.zeros_like(values[name], dtype=torch.int16)
-            assert_bits(beside, taken[beside], exact)
+            exact = values[name].float() if rest == "master" else torch.zeros_like(values[name], dtype=torch.int16)
+            assert_bits(rest, taken[rest], exact)
 
     def test_refusals(self, world: Any) -> None:
         """Other names, shapes, values of groups and optimizers are refused on all ranks, and nothing has changed."""
@@ -161,7 +161,7 @@ class TestOptimizers:
 
     @pytest.mark.parametrize("name", ["AdamW", "torch.AdamW"])
     def test_exceptions_on_one_rank(self, world: Any, name: str) -> None:
-        """Whatever a load raises on one rank, all ranks raise, and nothing has changed on any."""
+        """The error that a load raises on one rank, all ranks raise, and nothing has changed on any."""
         model, optimizer, _, _ = stepped(world, *OPTIMIZERS[name])
         named = tessera.get_optimizer_state_dict(model, optimizer)
         fails = world.rank == world.size - 1
@@ -262,7 +262,7 @@ class TestOptimizers:
         assert again[1].param_groups[0]["lr"] == 0.01
 
     def test_muon_keeps_both(self, world: Any) -> None:
-        """Momenta of matrices and moments of the rest go on in another layout."""
+        """Momenta of matrices and moments of the rest continue in another layout."""
         model = shard_layers(Mlp(WIDTH), MLP_UNITS)
         optimizer = Muon(model, lr=0.01)
         mse(model, world.rank).backward()

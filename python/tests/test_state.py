@@ -1,4 +1,4 @@
-"""Whole state dicts of models beside those of plain ones, both ways, and the options of PyTorch's functions."""
+"""Whole state dicts of models compared with those of plain ones, both ways, and the options of PyTorch's functions."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class TestRefusedLoads:
             assert_bits("loaded", value, values)
 
     def test_missing_buffer_keeps_its_digits(self, world: Any) -> None:
-        """A buffer that a lenient load misses keeps the digits with which it was loaded, beside a class that loads by
+        """A buffer that a lenient load misses keeps the digits with which it was loaded, next to a class that loads by
         itself, too."""
 
         class OwnWay(nn.Linear):
@@ -274,7 +274,7 @@ class TestRefusedLoads:
         assert_bits("third", model.state_dict()["0.third"], torch.full((3,), 1 / 3))
 
     def test_tied_values_that_differ(self, world: Any) -> None:
-        """Two values for one tied parameter are named: a plain module takes the last without a word."""
+        """Two values for one tied parameter are named: a plain module takes the last silently."""
         model = shard_layers(Everything(), EVERYTHING_UNITS)
         state = model.state_dict()
         state["head.weight"] = state["head.weight"] + 1
@@ -321,7 +321,7 @@ class TestOptions:
         assert list(of_optimizer["state"]) == list(whole[1]["state"])
 
     def test_broadcast_from_rank0(self, world: Any) -> None:
-        """Rank 0's dicts are loaded everywhere, whatever the others bring: tensors of any dtype, and other values."""
+        """Rank 0's dicts are loaded everywhere, for all that others bring: tensors of any dtype, and other values."""
         source = Everything()
         source.counter.extra = {"words": ["one", "two"], 3: 4.5}
         model = shard_layers(Everything(seed=2), EVERYTHING_UNITS)

@@ -1,4 +1,4 @@
-"""Training programs beside the same programs unsharded: losses, gradients and parameters have the same bits.
+"""Training programs compared with the same programs unsharded: losses, gradients and parameters have the same bits.
 
 Every test computes all ranks' batches on a plain copy of the model (support.py); with two ranks the order of the
 additions is the same on both sides. A test that compares within a bound says why. What passes a unit's border, and what
@@ -184,7 +184,7 @@ def test_micro_batches_without_sync_are_added_before_they_are_reduced(world: Any
 
 
 def test_micro_batches_with_sync_are_added_after_they_are_reduced(world: Any) -> None:
-    """Each backward adds the sum over the ranks to what stands on the shards."""
+    """Each backward adds the sum over the ranks to what the shards hold."""
     model = Tower()
     unitwise = Unitwise(model, world.size)
     shard_layers(model, CUTS["blocks"])
@@ -584,7 +584,7 @@ def test_an_exception_in_forward_then_recover_then_a_right_step(world: Any, rank
         with pytest.raises(ValueError, match="the user's mistake"):
             mse(model, world.rank)
         model.fails = False
-        if world.size > 1:  # one rank has nobody to meet again
+        if world.size > 1:  # one rank has no other to meet again
             with pytest.raises(tessera.Error, match="recover"):
                 mse(model, world.rank)
     else:
@@ -631,7 +631,7 @@ def test_steps_leave_nothing_behind(world: Any, recompute: bool) -> None:
 
 
 def test_a_model_that_is_dropped_is_freed(world: Any) -> None:
-    """Ten models after each other: their shards and modules are gone when nobody holds them."""
+    """Ten models after each other: their shards and modules are gone when nothing holds them."""
 
     def live() -> int:
         gc.collect()

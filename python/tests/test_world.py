@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @pytest.fixture(scope="module")
 def group(world: tessera.World) -> None:
-    """torch.distributed beside our World, over the launcher's store: a DeviceMesh wants it."""
+    """torch.distributed in addition to our World, over the launcher's store: a DeviceMesh wants it."""
     if not dist.is_initialized():
         if "RANK" in os.environ:
             dist.init_process_group("gloo")
@@ -82,7 +82,7 @@ def test_all_reduce_is_that_of_all_ranks(world: tessera.World, op: str, dtype: t
 
 
 def test_all_reduce_refuses_before_it_sends(world: tessera.World) -> None:
-    """An unknown operation and a tensor that requires grad are errors of kind "usage"; the World goes on."""
+    """An unknown operation and a tensor that requires grad are errors of kind "usage"; the World continues."""
     with pytest.raises(tessera.Error, match='found op "mean", expected "sum", "max" or "min"') as caught:
         world.all_reduce(torch.ones(2), "mean")  # type: ignore[arg-type]
     assert caught.value.kind == "usage"
@@ -137,7 +137,7 @@ def test_mesh_of_another_size_is_refused(world: tessera.World, replicate: int) -
 
 @pytest.mark.usefixtures("group")
 def test_device_mesh_of_one_or_two_dims_is_taken(world: tessera.World) -> None:
-    """One dim is dp_shard whatever its name; two are dp_replicate x dp_shard, in this order."""
+    """One dim is dp_shard under any name; two are dp_replicate x dp_shard, in this order."""
     n = world.size
     for names in (None, ("dp",), ("fsdp",), ("dp_shard",)):
         mesh = _world.bound_mesh(DeviceMesh("cpu", list(range(n)), mesh_dim_names=names))
@@ -187,7 +187,7 @@ def test_hooks_of_exceptions_are_chained(world: tessera.World) -> None:
 def test_sys_exit_raises_what_it_raised(
     world: tessera.World, status: tuple[object, ...], code: object, arguments: tuple[object, ...]
 ) -> None:
-    """Whoever catches SystemExit reads the same code and arguments, and may set another code."""
+    """A caller that catches SystemExit reads the same code and arguments, and may set another code."""
     with pytest.raises(SystemExit) as caught:
         sys.exit(*status)  # type: ignore[arg-type]
     assert (caught.value.code, caught.value.args) == (code, arguments)
