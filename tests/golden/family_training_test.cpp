@@ -18,7 +18,11 @@
 namespace tessera::golden::family_training_test {
 namespace {
 
-constexpr std::int64_t kTokens = 24;
+/// Rows of a family with the delta rule are longer than its chunk where no experts cost time.
+std::int64_t tokens_of(const models::ModelSpec& spec) {
+  constexpr std::int64_t kFew = 24, kMoreThanAChunk = 65;
+  return spec.delta_net && !spec.moe ? kMoreThanAChunk : kFew;
+}
 constexpr unsigned kMovedRuns = 5;
 
 std::vector<Degrees> layouts_of(const std::string& folder) {
@@ -54,9 +58,9 @@ class FamilyTraining : public ::testing::TestWithParam<std::string> {
   std::vector<double> losses(const train::Config& run, const Degrees& degrees) const {
     return run_training(run, layout_of(degrees)).losses;
   }
-  /// The reference's weights.
+  /// The reference's weights, under config_text() where layers have a state.
   std::filesystem::path base() const {
-    if (!spec_.delta_net) return data_folder(folder());
+    if (!spec_.delta_net && !spec_.mamba) return data_folder(folder());
     const auto path = temporary_path("base");
     write_model(path, config_text(), read_model(data_folder(folder())), 1);
     return path;
@@ -66,7 +70,7 @@ class FamilyTraining : public ::testing::TestWithParam<std::string> {
     static std::map<std::string, Spread> kept;
     const auto found = kept.find(folder());
     if (found != kept.end()) return found->second;
-    Spread spread(losses(config(base(), {}), {}), kTokens);
+    Spread spread(losses(config(base(), {}), {}), tokens_of(spec_));
     for (unsigned seed = 1; seed <= kMovedRuns; ++seed) {
       spread.add(losses(config(moved(seed), {}), {}));
     }
@@ -82,10 +86,11 @@ class FamilyTraining : public ::testing::TestWithParam<std::string> {
  private:
   /// A gated norm divides by next to nothing where a state holds little: rounding becomes large,
   /// changes what routers choose where there are some, and hides everything else. A larger eps keeps
-  /// it small.
+  /// it small. Chunks of Mamba-2 are shorter than rows.
   std::string config_text() const {
     auto text = nlohmann::json::parse(read_file(data_folder(folder()) / "config.json"));
     if (spec_.delta_net) text["rms_norm_eps"] = 1e-2;
+    if (spec_.mamba) text["chunk_size"] = 16;
     return text.dump();
   }
   std::filesystem::path moved(unsigned seed) const {
@@ -95,7 +100,7 @@ class FamilyTraining : public ::testing::TestWithParam<std::string> {
   }
 
   const models::ModelSpec spec_ = spec_of(folder());
-  const std::string data_ = text_batches(kTokens, spec_.vocab_size);
+  const std::string data_ = text_batches(tokens_of(spec_), spec_.vocab_size);
 };
 
 TEST_P(FamilyTraining, LossesPartNoFurtherThanByOneUlp) {
