@@ -1,4 +1,4 @@
-// The library's checkpoints: the saver and the loader, for who has no configuration.
+// The library's checkpoints: the saver and the loader, for programs without a configuration.
 #include "tessera/checkpoint.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ struct Option {
   std::string value;
 };
 
-/// In double quotes, a line's end as \n: other texts for other texts, whatever bytes they have.
+/// In double quotes, a line's end as \n: different texts stay different, for any bytes.
 std::string on_one_line(std::string_view text) {
   std::string line = "\"";
   for (const char byte : text) {
@@ -61,7 +61,7 @@ std::string on_one_line(std::string_view text) {
 }
 std::string on_one_line(std::int64_t number) { return concat(number); }
 
-/// Everything but tensors.
+/// Returns everything but tensors.
 std::vector<Option> options_of(const std::string& folder, std::int64_t step,
                                const SaveOptions& options) {
   std::vector<Option> all{{"folder", on_one_line(folder)},
@@ -88,7 +88,7 @@ std::vector<Option> options_in(const std::string& lines) {
   return all;
 }
 
-/// What a person has to see of a text that differs from another one from `at` on.
+/// Returns what a person has to see of a text that differs from another one from `at` on.
 std::string around(std::string_view text, std::size_t at) {
   constexpr std::size_t kBefore = 40;
   constexpr std::size_t kMost = 120;
@@ -96,13 +96,13 @@ std::string around(std::string_view text, std::size_t at) {
   return concat(begin > 0 ? "..." : "", printable(text.substr(begin), kMost));
 }
 
-/// The first option that differs.
+/// Describes the first option that differs.
 std::string difference_of(const comm::Difference& found) {
   const auto first = options_in(found.of_first), other = options_in(found.of_rank);
   const auto [a, b] = std::ranges::mismatch(first, other, [](const Option& one, const Option& two) {
     return one.name == two.name && one.value == two.value;
   });
-  // All of them end with config_json, so that a name is left on both sides.
+  // All lists end with config_json, so both sides still have a name.
   if (a->name != b->name) {
     const bool lacks = std::ranges::find(other, a->name, &Option::name) == other.end();
     return concat("found ", lacks ? a->name : b->name, " on rank ", lacks ? 0 : found.rank,
@@ -114,8 +114,8 @@ std::string difference_of(const comm::Difference& found) {
                 around(b->value, position), " on rank ", found.rank);
 }
 
-/// Everything but tensors has to be the same on every rank: rank 0 writes it, and reads the folder
-/// that the others write to.
+/// Requires that everything but tensors is the same on every rank: rank 0 writes it, and reads the
+/// folder to which the others write.
 void require_same_everywhere(World& world, const std::string& folder, std::int64_t step,
                              const SaveOptions& options) {
   std::string lines;
@@ -127,7 +127,8 @@ void require_same_everywhere(World& world, const std::string& folder, std::int64
                 ", expected the same folder, step and options on every rank");
 }
 
-/// `updated`: an optimizer has made an update on any rank; a stage of a pipeline may have had none.
+/// `updated`: an optimizer has made an update on some rank; a stage of a pipeline may have had
+/// none.
 void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions& options,
                 bool updated) {
   check_user_values(options.user);
@@ -154,7 +155,7 @@ void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions
                 "expected the one that made the steps, or step 0");
 }
 
-/// Rank 0's find_checkpoint(); empty where there is none.
+/// Returns rank 0's find_checkpoint(); empty where there is none.
 std::string found_by_first(const World& world, const std::string& folder) {
   if (world.rank() != 0) return "";
   return find_checkpoint(folder).value_or(fs::path()).native();
@@ -167,7 +168,7 @@ void restore_scale(const CheckpointManifest& manifest, GradScaler* scaler, int r
   } else if ((state || scaler != nullptr) && rank == 0) {
     log::warn("load_checkpoint: found ", state ? "a loss scale" : "no loss scale",
               " in the checkpoint of step ", manifest.step, " and ",
-              state ? "no scaler to go on at it" : "a scaler, which stays at its own scale");
+              state ? "no scaler to continue with it" : "a scaler, which stays at its own scale");
   }
 }
 

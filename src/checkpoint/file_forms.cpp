@@ -13,7 +13,7 @@ bool cuts_nothing(const ParameterLayout& layout) {
   });
 }
 
-/// Of a whole parameter: a range of each tensor that it reaches.
+/// Returns the range of a whole parameter as a range of each tensor that it reaches.
 std::vector<layout::Piece> ranges_of_tensors(const layout::FileShape& file, layout::Range range) {
   const TensorBox whole = TensorBox::whole(file.shape);
   const std::int64_t each = whole.numel();

@@ -39,11 +39,11 @@ class Loader {
         in_stage_(place_among(model.mesh().shapes().stage_of(model.mesh().world()->rank()),
                               model.mesh())) {}
 
-  /// Of this rank's share of its stage's parameters, and of all tensors of the checkpoint: no rank reads
-  /// what the checkpoint says of every tensor. Errors: kFormat, kConfig for tensors that do not fit
+  /// Checks this rank's share of its stage's parameters, and of all tensors of the checkpoint: no
+  /// rank reads the entries of every tensor. Errors: kFormat, kConfig for tensors that do not fit
   /// model and optimizer.
   void check() {
-    // Of all stages: what others have is checked there.
+    // The names of all stages: what other stages have is checked there.
     std::set<std::string> known;
     for (const auto& [is_buffer, names] : stages_.everywhere) {
       for (const std::string& name : is_buffer ? names : std::vector{name_there(names)}) {
@@ -89,9 +89,10 @@ class Loader {
     }
   }
 
-  /// After check(). A parameter without state was never updated, or frozen until now: only said, by
-  /// rank 0. But a run that has updated none has left out every step. Collective: every rank is
-  /// here, whatever it trains and has found. Errors: kFormat.
+  /// Called after check(). A parameter without state was never updated, or frozen until now: rank 0
+  /// only warns of it. But a run that has updated no parameter must have left out every step.
+  /// Collective: every rank is here, also one that trains nothing or has found nothing. Errors:
+  /// kFormat.
   void require_some_state() const {
     comm::Group& group = model_.mesh().world()->control();
     const auto& manifest = checkpoint_.manifest();
@@ -115,7 +116,8 @@ class Loader {
                        " updates; take a checkpoint that has it, or ", advice_.weights_alone));
   }
 
-  /// Reads the files for which `is_mine` through once: verifies them, and fills what lies in them.
+  /// Reads the files for which `is_mine` through once: verifies them, and fills the tensors in
+  /// them.
   void verify(const std::function<bool(std::size_t file)>& is_mine) {
     std::map<std::string, std::vector<WantedBytes>> mine;
     const auto files = checkpoint_.data_files();
@@ -136,7 +138,7 @@ class Loader {
     }
   }
 
-  /// The rest, once all files are verified.
+  /// Fills the rest, once all files are verified.
   void fill_rest() {
     for (const auto& part : rest_) read_part(part);
     upload();
@@ -145,7 +147,7 @@ class Loader {
     for (const auto& state : optimizer_.state()) {
       const auto& contract = *state.view.contract;
       const FileForm form = form_of(contract);
-      const std::string& first = form.names.front();  // the others say the same
+      const std::string& first = form.names.front();  // the others have the same
       if (!has("step", first)) continue;
       std::int64_t steps = 0;
       checkpoint_.read(named("step", first), 0, 1, std::as_writable_bytes(std::span(&steps, 1)));
@@ -158,20 +160,20 @@ class Loader {
   }
 
  private:
-  /// Elements of a box of a tensor, and where this rank keeps them.
+  /// Elements of a box of a tensor, and this rank's memory for them.
   struct Part {
     std::string name;
     TensorBox box;
-    layout::Range elements;  ///< of the box
+    layout::Range elements;  ///< a range of the box
     std::span<std::byte> bytes;
   };
 
-  /// Nobody writes a tensor without elements, so it may be missing.
+  /// No rank writes a tensor without elements, so it may be missing.
   static bool is_empty(const std::vector<std::int64_t>& shape) {
     return std::ranges::find(shape, 0) != shape.end();
   }
 
-  /// `hint` is for another dtype.
+  /// `hint` ends the error about another dtype.
   void require_tensor(const std::string& name, DType dtype, const std::vector<std::int64_t>& shape,
                       const char* hint) const {
     const auto* tensor = checkpoint_.find(name);
@@ -185,8 +187,9 @@ class Loader {
                   tensor->shape == shape ? hint : advice_.keeps_shape);
   }
 
-  /// Bytes went past the tensors: units that are unsharded gather the new values, and what the
-  /// optimizer keeps belongs to them. Also where this rank owns no element.
+  /// Notes that bytes were written past the tensors: units that are unsharded gather the new
+  /// values, and what the optimizer keeps belongs to them. Also needed where this rank owns no
+  /// element.
   void mark_written() const {
     for (const auto& view : model_.shards()) {
       if (holds(*view.contract)) view.shard.unsafeGetTensorImpl()->bump_version();
@@ -201,7 +204,7 @@ class Loader {
     checkpoint_.read_box(part.name, part.box, begin, end, part.bytes);
   }
 
-  /// The first text of any rank that is not empty. Collective.
+  /// Returns the first text of any rank that is not empty. Collective.
   static std::string first_of_ranks(comm::Group& group, const std::string& mine) {
     const auto all = comm::all_gather_bytes(group, mine, "names of the checkpoint");
     const auto first = std::ranges::find_if(all, [](const auto& one) { return !one.empty(); });
@@ -216,11 +219,11 @@ class Loader {
     if (model_.rank() != 0) return;
     log::warn("checkpoint ", shown(checkpoint_.path()), ": found no optimizer's state of ", count,
               " trained parameter(s), as ", first,
-              ": it begins anew, as for what was never updated or was frozen until now");
+              ": it starts from zero, as for what was never updated or was frozen until now");
   }
 
-  /// Whole on every rank, and small: each reads them in the dtype in which they are stored, and
-  /// casts them as after any load.
+  /// Buffers are whole on every rank, and small: each rank reads them in the dtype in which they
+  /// are stored, and casts them as after any load.
   void fill_buffers() const {
     const at::NoGradGuard no_grad;
     if (request_.holds) return;
@@ -256,8 +259,8 @@ class Loader {
     return request_.holds ? std::vector<fsdp::NamedBuffer>() : names_.stored_buffers(model_);
   }
 
-  /// Under which of its names the checkpoint has a tensor of the model: the canonical one, but
-  /// where it was saved when that was another. A name alone is not looked up.
+  /// Returns the names under which the checkpoint has a tensor of the model: the canonical one,
+  /// unless it was saved when another one was canonical. A single name is not looked up.
   std::vector<std::string> names_there(const std::vector<std::string>& names) const {
     if (names.size() == 1) return names;
     auto there = names;
@@ -266,8 +269,9 @@ class Loader {
     });
     return there.empty() ? std::vector{names.front()} : there;
   }
-  /// names_there() of a buffer, those in its storage dtype first. Checkpoints of before may have it
-  /// in a narrower one, too: under the name in a unit that was sharded after another had cast it.
+  /// names_there() of a buffer, those in its storage dtype first. Older checkpoints may have it
+  /// also in a narrower dtype, under its name in a unit that was sharded after another unit had
+  /// cast it.
   std::vector<std::string> buffer_there(const std::vector<std::string>& names,
                                         const BufferContract& contract) const {
     auto there = names_there(names);
@@ -275,7 +279,8 @@ class Loader {
         there, [&](const auto& name) { return dtype_there(name, contract) == contract.storage; });
     return there;
   }
-  /// The dtype of a buffer in the checkpoint; its storage dtype where another one is a mistake.
+  /// Returns the dtype of a buffer in the checkpoint; its storage dtype where another one is a
+  /// mistake.
   DType dtype_there(const std::string& name, const BufferContract& contract) const {
     const auto* tensor = checkpoint_.find(concat(kModelPrefix, name));
     const bool is_narrower = tensor != nullptr && is_floating(tensor->dtype) &&
@@ -330,7 +335,8 @@ class Loader {
                   advice_.keeps_optimizer);
   }
 
-  /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
+  /// Requires all or nothing of what the optimizer keeps of a parameter: one that was never
+  /// updated, or frozen until now, has nothing.
   void check_state(const GradContract& contract) {
     const auto name = names_.of(contract).front();
     if (is_empty(contract.shape)) return;
@@ -364,8 +370,7 @@ class Loader {
     }
   }
 
-  /// Values over the elements of a shard, whose tensors the checkpoint names `prefix` and the
-  /// file's name.
+  /// Adds the values of a shard; the checkpoint names their tensors `prefix` and the file's name.
   void add_parts(std::vector<Part>& parts, const std::string& prefix, const FileForm& form,
                  const ShardView& view, const at::Tensor& values) {
     auto* const data = static_cast<std::byte*>(on_host(values).mutable_data_ptr());
@@ -379,7 +384,8 @@ class Loader {
     }
   }
 
-  /// Where the values of a tensor are read to: itself, or what upload() brings to the device.
+  /// Returns the tensor to which values are read: `values`, or a twin that upload() copies to the
+  /// device.
   at::Tensor on_host(const at::Tensor& values) {
     if (values.is_cpu()) return values;
     const at::Tensor twin = at::empty(values.sizes(), at::TensorOptions(values.scalar_type()));
@@ -402,7 +408,7 @@ class Loader {
     }
     auto states = optimizer_.state();
     for (auto& state : states) {
-      state.kept.clear();  // or it would lie beside the new one until the last is made
+      state.kept.clear();  // it would exist in addition to the new one until the last is made
       const auto& contract = *state.view.contract;
       const FileForm form = form_of(contract);
       optimizer_.forget(contract.name);
@@ -414,7 +420,8 @@ class Loader {
     return found;
   }
 
-  /// Where a part lies in files of `mine` they bring it along; else it waits for fill_rest().
+  /// Reads a part together with the files of `mine` that hold it; otherwise it waits for
+  /// fill_rest().
   void want(const Part& part, std::map<std::string, std::vector<WantedBytes>>& mine) {
     const auto [begin, end] = part.elements;
     const auto chunks = checkpoint_.chunks(part.name, part.box, begin, end);
@@ -470,7 +477,7 @@ void load(const CheckpointFolder& checkpoint, const ShardedBase& model, Optimize
   comm::on_all_or_none(world, "tensors of the checkpoint", [&] { loader.check(); });
   loader.require_some_state();
   comm::on_all_or_none(world, "verifying the checkpoint", [&] {
-    // On the layout that wrote it a rank verifies the file that it needs.
+    // With the layout that wrote it, a rank verifies the file that it needs.
     loader.verify(
         [&](std::size_t file) { return static_cast<int>(file) % world.size() == world.rank(); });
   });

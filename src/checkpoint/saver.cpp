@@ -25,14 +25,14 @@ namespace {
 namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
-// How long a rank waits for its writer before it tells the others that it still does: far below the
-// timeout of a collective.
+// How long a rank waits for its writer before it tells the others that it still does: far less than
+// the timeout of a collective.
 constexpr milliseconds kPatience{500};
 
 constexpr char kDone = '+';
 constexpr char kFailed = '-';
 
-/// What a rank says of its pieces: gone before the folder has its name.
+/// The file with the entries of a rank's pieces; removed before the folder has its name.
 std::string part_file(int rank) { return concat("rank_", rank, ".part"); }
 
 std::span<const std::byte> bytes_of(const std::string& text) {
@@ -44,8 +44,8 @@ double ms_since(std::chrono::steady_clock::time_point begin) {
       .count();
 }
 
-/// With all that the optimizer may come to keep of each tensor of the model, and the number of its
-/// updates: before the first step it keeps nothing. Frozen ones may be trained later.
+/// Adds all that the optimizer may come to keep of each tensor of the model, and the number of its
+/// updates: before the first step it keeps nothing. Frozen parameters may be trained later.
 CheckpointManifest with_states(CheckpointManifest part, const Optimizer& optimizer) {
   auto kept = optimizer.kept_names();
   kept.emplace_back("step");
@@ -112,7 +112,8 @@ void CheckpointSaver::check_plan(const ShardedBase& model, const Optimizer& opti
   };
   CheckpointPlan mine;
   comm::on_all_or_none(world_, "plan of a rank's part", [&] {
-    // Which part of a shard a replica writes changes with the states to come: all of it at most.
+    // The part of a shard that a replica writes changes with the states to come: it is the whole at
+    // most.
     auto undivided = options_.state;
     undivided.replica = 0;
     undivided.replicas = 1;
@@ -133,7 +134,7 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
   finish();
   ask_stages(model);
   begun_ = Clock::now();
-  // Memory may be short on one rank alone.
+  // Memory may be short on a single rank.
   comm::on_all_or_none(world_, "copy of a rank's part", [&] {
     snapshot_.take(state_parts(model, optimizer, options_.state), rank_file(world_.rank()));
   });
@@ -164,7 +165,7 @@ std::string CheckpointSaver::write_files() const {
     entries.files["config.json"] = {std::ssize(config),
                                     write_hashed_file(folder / "config.json", config)};
   }
-  // Through the folder: all ranks' together are too much to send to every one of them.
+  // Sent through the folder: the texts of all ranks are too large to send to every rank.
   const auto text = part_text(entries);
   return to_string(write_hashed_file(folder / part_file(world_.rank()), bytes_of(text)));
 }
@@ -194,7 +195,7 @@ void CheckpointSaver::meet() {
     if (all[rank].front() != kFailed) continue;
     phase_ = Phase::kIdle;
     const base::NoInterrupts until_cleaned_up;
-    // Nobody leaves before the folder is gone: the first rank that does takes the others along.
+    // No rank leaves before the folder is removed: the first rank that leaves ends the others.
     if (world_.rank() == 0) store_.discard(step_);
     comm::barrier(world_.control(), "checkpoint: cleaned up");
     throw Error(ErrorKind::kIo,

@@ -35,7 +35,7 @@ class ShardParts {
     }
   }
 
-  /// A number of each tensor: of all ranks one holds the first element.
+  /// Adds a number to each tensor; the one rank that holds its first element writes it.
   void add_number(std::vector<StatePart>& parts, const std::string& prefix,
                   std::int64_t number) const {
     const auto value = at::full({1}, number, at::TensorOptions().dtype(at::kLong));
@@ -56,15 +56,15 @@ class ShardParts {
 using Holder = Place;
 using Whole = std::map<Holder, std::vector<StatePart>>;
 
-/// Of what is whole on the ranks of the data axes, and of all axes where no layer cuts it.
+/// Returns the holder of what is whole on the ranks of the data axes; of all axes where no layer
+/// cuts it.
 Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
   if (layout.axes.empty()) return place_among(mesh.shapes().stage_of(mesh.world()->rank()), mesh);
   const auto data = layout.mesh == MeshKind::kDense ? axis::kShard : axis::kExpertData;
   return place_among(mesh.ranks_of({axis::kReplicate, data}), mesh);
 }
 
-/// Of this rank's shards; those of parameters that are whole on every rank of the data go to
-/// `whole`.
+/// Adds this rank's shards; parameters that are whole on every rank of the data axes go to `whole`.
 void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& model,
                const fsdp::ModelNames& names, const StateOptions& options) {
   const Mesh& mesh = model.mesh();
@@ -91,7 +91,8 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
   if (state.steps > 0) shard.add_number(parts, prefix("step"), state.steps);
 }
 
-/// Buffers with the digits of the folder that training began with: every rank holds them whole.
+/// Adds buffers with the dtype of the folder with which training began: every rank holds them
+/// whole.
 void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
                  const fsdp::ModelNames& names, const StateOptions& options) {
   for (const auto& [all, view] : names.stored_buffers(model)) {
@@ -107,7 +108,7 @@ void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
   }
 }
 
-/// Returns the key under which the part lies in the file `name`.
+/// Returns the key of the part in the file `name`.
 std::string add_entry(CheckpointManifest& entries, const StatePart& part, const std::string& name) {
   auto& entry =
       entries.tensors
@@ -115,13 +116,13 @@ std::string add_entry(CheckpointManifest& entries, const StatePart& part, const 
                        CheckpointTensor{
                            to_dtype(part.values.scalar_type()), part.shape, part.source_dtype, {}})
           .first->second;
-  // Of a tensor that is cut this rank may hold several parts.
+  // This rank may hold several parts of a tensor that is cut.
   const std::string key = piece_key(part.name, entry.pieces.size() + 1);
   entry.pieces.push_back({name, key, part.box, part.elements.begin, part.elements.end});
   return key;
 }
 
-/// Where training is: numbers that are counted on the host are among the parts, too.
+/// Returns the device of training: numbers that are counted on the host are among the parts, too.
 at::Device device_of(const std::vector<StatePart>& parts) {
   for (const auto& part : parts) {
     if (!part.values.is_cpu()) return part.values.device();
@@ -129,8 +130,8 @@ at::Device device_of(const std::vector<StatePart>& parts) {
   return at::kCPU;
 }
 
-/// The first checkpoint accesses the buffer for the first time, while a step waits: one fault for
-/// 512 pages, where the system can.
+/// The first checkpoint accesses the buffer for the first time, while a step waits: huge pages make
+/// it one fault for 512 pages, where the system has them.
 void take_huge_pages(const at::Tensor& buffer) {
   constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
   const auto begin = reinterpret_cast<std::uintptr_t>(buffer.const_data_ptr());
@@ -155,7 +156,7 @@ std::vector<layout::Piece> pieces_of(const ShardView& view, const layout::FileSh
 bool is_first_holder(const ShardView& view) {
   const ParameterLayout& layout = view.contract->layout;
   for (std::size_t i = 0; i < layout.axes.size(); ++i) {
-    // Of a trained parameter that is summed over the axis each rank has other elements.
+    // Each rank has other elements of a trained parameter that is summed over the axis.
     const PlacementKind kind = layout.axes[i].parameter.kind;
     const bool same = kind == PlacementKind::kInvariant ||
                       (kind == PlacementKind::kReplicate && view.contract->replicated());
@@ -175,8 +176,8 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
   for (const auto& [holder, same] : whole) {
     for (auto& part : cut(same, holder.rank, holder.ranks)) parts.push_back(std::move(part));
   }
-  // All of them from one rank: others may hold other values, as BatchNorm those of their own rows,
-  // and a mean of one rank with a variance of another would be of none.
+  // One rank writes all of them: others may hold other values, as BatchNorm those of their own
+  // rows, and a mean of one rank with a variance of another would belong to none.
   if (!options.holds && holder_of({}, model.mesh()).rank == 0) {
     add_buffers(parts, model, names, options);
   }
@@ -220,7 +221,7 @@ Snapshot::~Snapshot() {
   try {
     release();
   } catch (const std::exception&) {
-    // A device that no longer answers: its memory is lost with it.
+    // The device no longer answers: its memory is lost with it.
   }
 }
 
@@ -231,7 +232,7 @@ void Snapshot::release() {
 
 void Snapshot::grow_to(std::int64_t size, at::Device from) {
   size_ = size;
-  // All but the last one are of one size.
+  // All but the last one have one size.
   const std::int64_t most = from.is_cpu() ? size : pinned_block_;
   std::int64_t held = 0;
   for (const at::Tensor& block : blocks_) held += block.numel();
@@ -306,7 +307,7 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
 
 namespace {
 
-/// Stands behind each name, and once more behind the last one of a tensor.
+/// Ends each name, and once more the last name of a tensor.
 constexpr char kEnd = '\0';
 constexpr char kParameter = 'p', kBuffer = 'b';  // before the first one
 
@@ -342,7 +343,7 @@ TensorNames take_tensor(std::string_view& text) {
   return tensor;
 }
 
-/// What each stage says, in their order, and which of them is this rank's. Collective.
+/// The text of each stage, in their order, and the index of this rank's. Collective.
 struct Said {
   std::vector<std::string> all;
   std::size_t own = 0;

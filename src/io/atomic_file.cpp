@@ -22,7 +22,7 @@ void check_io(bool done, std::string_view what, const std::filesystem::path& pat
                 std::generic_category().message(error_number), " (errno ", error_number, ")");
 }
 
-/// Links followed, no slash at the end: what a rename can replace.
+/// Returns the path with links followed and no slash at the end: what a rename can replace.
 fs::path final_path(const fs::path& path) {
   std::error_code failed;
   fs::path whole = fs::weakly_canonical(fs::absolute(path), failed);
@@ -46,7 +46,7 @@ int open_new_file(const std::filesystem::path& path) {
 }
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(path_) {
-  // The rename at the end would put a file in the place of a device, as root even of /dev/null.
+  // The rename at the end would replace a device by a file: as root even /dev/null.
   std::error_code unknown;
   const auto there = std::filesystem::status(path_, unknown);
   TESSERA_CHECK(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there),
@@ -112,10 +112,10 @@ AtomicFolder::AtomicFolder(const fs::path& path) : path_(final_path(path)) {
     TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot make ", shown(temporary_), ": ",
                   failed.message());
   };
-  fs::remove_all(temporary_, failed);  // of a process that had our number
+  fs::remove_all(temporary_, failed);  // left by a process of the same number
   fs::create_directories(temporary_.parent_path(), failed);
   check_made();
-  // Ours alone: a folder, or a link to one, that came in between is not taken for it.
+  // The folder must be new: one that another program made meanwhile, or a link to one, is not used.
   const bool is_new = fs::create_directory(temporary_, failed);
   check_made();
   TESSERA_CHECK(is_new, ErrorKind::kIo, "cannot make ", shown(temporary_),

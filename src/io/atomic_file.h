@@ -1,8 +1,8 @@
-// A file, or a folder, that appears under its name complete, or not at all.
+// AtomicFile, AtomicFolder: a file or a folder that appears under its name complete, or not at all.
 //
-// Bytes go to a temporary name in the same folder; commit() makes them durable and renames. Whoever
-// finds the final name may trust its content, also after a crash or a full disk. What is written in
-// a folder makes itself durable.
+// Bytes go to a temporary name in the same folder; commit() makes them durable and renames. A
+// reader that finds the final name may trust its content, also after a crash or a full disk. Files
+// that are written into an AtomicFolder must be made durable by their writers.
 #pragma once
 
 #include <cstddef>
@@ -13,22 +13,23 @@
 
 namespace tessera {
 
-/// A name in a folder is durable once the folder is: after a rename, or for files just made. Some
-/// network file systems refuse; then it is not ours to promise.
+/// Makes the names in a folder durable: after a rename, or for new files. Some network file systems
+/// refuse; then nothing can be promised.
 void sync_folder(const std::filesystem::path& folder);
 
-/// Opens `path` for writing as a file that was not there: what a crashed run left under the name is
-/// removed first, and no link that somebody placed there leads the bytes away. Returns -1 with
-/// errno where that cannot be done.
+/// Opens `path` for writing as a new file: what a crashed run left under the name is removed first,
+/// and a link that another user placed there leads no bytes elsewhere. Returns -1 with errno where
+/// that cannot be done.
 int open_new_file(const std::filesystem::path& path);
 
-/// A file of this content, whole or not at all. Errors: kIo.
+/// Writes a file with this content, completely or not at all. Errors: kIo.
 void write_atomically(const std::filesystem::path& path, std::span<const std::byte> bytes);
 void write_atomically(const std::filesystem::path& path, std::string_view text);
 
 class AtomicFile {
  public:
-  /// Makes "PATH.<pid>.tmp" (one that a process of our number left is removed). Errors: kIo.
+  /// Makes "PATH.<pid>.tmp" (one that an earlier process of this number left is removed). Errors:
+  /// kIo.
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();  ///< removes the temporary file where commit() was not reached
   AtomicFile(const AtomicFile&) = delete;
@@ -51,11 +52,12 @@ class AtomicFile {
   int descriptor_ = -1;
 };
 
-/// Files are written into a temporary folder beside the final one; commit() renames it.
+/// A folder whose files are written into a temporary folder next to the final one; commit() renames
+/// it.
 class AtomicFolder {
  public:
-  /// Makes "PATH.<pid>.tmp" and the folders above it. Errors: kUsage where `path` is there and is
-  /// no empty folder; kIo.
+  /// Makes "PATH.<pid>.tmp" and the folders above it. Errors: kUsage where `path` exists and is not
+  /// an empty folder; kIo.
   explicit AtomicFolder(const std::filesystem::path& path);
   ~AtomicFolder();  ///< removes the temporary folder where commit() was not reached
   AtomicFolder(const AtomicFolder&) = delete;

@@ -20,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kConfigFile = "config.json";
-// What is read at a time where rows are put together.
+// The number of bytes that are read at a time where rows are put together.
 constexpr std::size_t kRowChunkBytes = std::size_t{1} << 20;
 
 void check_size(const fs::path& path, std::int64_t found, std::int64_t expected) {
@@ -35,7 +35,7 @@ void check_hash(const fs::path& path, const Hash128& found, const Hash128& expec
                 " as the manifest says; the file was altered, take another checkpoint");
 }
 
-/// A folder may have any name, but one that names a step names its own.
+/// A folder may have any name, but a name of a step must be that of its own step.
 void check_step(const fs::path& folder, std::int64_t found) {
   const auto named = parse_step_folder((folder / "").parent_path().filename().native());
   TESSERA_CHECK(!named || *named == found, ErrorKind::kFormat, shown(folder / kManifestFile),
@@ -43,21 +43,23 @@ void check_step(const fs::path& folder, std::int64_t found) {
                 " as its folder is named; give the folder its name back");
 }
 
-/// Opened for this call only: a checkpoint of many ranks has more files than a process may open.
+/// Opens the file for this call only: a checkpoint of many ranks has more files than a process may
+/// open.
 InputFile open_listed(const fs::path& path, const CheckpointFile& listed) {
   InputFile file(path);
   check_size(path, file.size_bytes(), listed.bytes);
   return file;
 }
 
-/// Of the elements [begin, end) of its tensor, those that a piece holds: counted in its box.
+/// Returns the range of elements, counted in the piece's box, that the piece holds of the elements
+/// [begin, end) of its tensor.
 layout::Range part_in(const CheckpointPiece& piece, std::span<const std::int64_t> shape,
                       std::int64_t begin, std::int64_t end) {
   return {std::max(piece.begin, elements_before(piece.box, shape, begin)),
           std::min(piece.end, elements_before(piece.box, shape, end))};
 }
 
-/// Whether they follow one another in the tensor too.
+/// Whether the elements of the range are consecutive in the tensor, too.
 bool is_one_row(const TensorBox& box, std::span<const std::int64_t> shape, layout::Range range) {
   return position_in_tensor(box, shape, range.end - 1) -
              position_in_tensor(box, shape, range.begin) ==
@@ -70,12 +72,12 @@ struct PieceRead {
   const InputFile& file;
   const CheckpointPiece& piece;
   std::span<const std::int64_t> shape;
-  std::int64_t data_offset;  // of the piece's first element in the file
+  std::int64_t data_offset;  // offset in the file of the piece's first element
   std::int64_t element_bytes;
   std::int64_t begin;
   std::span<std::byte> out;
 
-  /// Of `count` elements from `position` of the tensor on.
+  /// Returns the memory of `count` elements from `position` of the tensor on.
   std::span<std::byte> place(std::int64_t position, std::int64_t count) const {
     return out.subspan(static_cast<std::size_t>((position - begin) * element_bytes),
                        static_cast<std::size_t>(count * element_bytes));
@@ -111,7 +113,7 @@ bool CheckpointFolder::is_one(const fs::path& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) return false;
   if (fs::exists(path / kManifestFile, ignored)) return true;
-  // Other programs have a file `latest` and folders of steps too, beside the model that is meant.
+  // Other programs also have a file `latest` and folders of steps, next to the model that is meant.
   return !fs::exists(path / kConfigFile, ignored) && !CheckpointStore(path).steps().empty();
 }
 
@@ -206,7 +208,7 @@ std::vector<std::string> CheckpointFolder::data_files() const {
     const bool has_tensors = manifest_.format > 1 && name == kTensorsFile;
     if (name != kConfigFile && !has_tensors) names.push_back(name);
   }
-  // By rank: names of one length differ in their digits.
+  // Sorts by rank: names of one length differ in their digits.
   std::sort(names.begin(), names.end(), [](const auto& a, const auto& b) {
     return std::pair(a.size(), std::string_view(a)) < std::pair(b.size(), std::string_view(b));
   });
@@ -260,8 +262,10 @@ std::vector<CheckpointFolder::Chunk> CheckpointFolder::chunks(std::string_view n
   const bool is_whole = box == TensorBox::whole(tensor.shape);
   std::vector<Chunk> found;
   for (const CheckpointPiece& piece : tensor.pieces) {
-    layout::Range part{std::max(piece.begin, begin), std::min(piece.end, end)};  // of its box
-    std::int64_t position = part.begin;                                          // in `box`
+    // a range of its box
+    layout::Range part{std::max(piece.begin, begin), std::min(piece.end, end)};
+    // a position in `box`
+    std::int64_t position = part.begin;
     if (!(piece.box == box)) {
       if (!overlap(piece.box, box)) continue;
       if (!is_whole) return {};

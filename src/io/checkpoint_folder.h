@@ -1,11 +1,11 @@
-// A checkpoint on disk, read by whoever wants any part of it: the trainer on any number of ranks,
-// generate, convert, inspect.
+// CheckpointFolder: a checkpoint on disk, for all readers of any part of it: the trainer on any
+// number of ranks, generate, convert, inspect.
 //
-// Opening reads the manifest and looks at every file's size, not at weights. Tensors are looked up
-// in its blocks, which are read, compared with their hashes and kept one by one. Ranges of a
-// tensor's flattened elements are read out of whatever pieces hold them; nothing is ever held
-// whole. What open() did not check, verify() does: it reads a file through once. Writing:
-// checkpoint/saver.h; which folders are complete: checkpoint_store.h.
+// Opening reads the manifest and the size of every file, and no weights. Tensors are looked up in
+// its blocks, which are read, compared with their hashes and kept one by one. Ranges of a tensor's
+// flattened elements are read from the pieces that hold them; nothing is ever held as a whole.
+// verify() checks what open() does not: it reads a file through once. Writing: checkpoint/saver.h;
+// which folders are complete: checkpoint_store.h.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +28,12 @@
 
 namespace tessera {
 
-/// Of a checkpoint's config.json, in bytes.
+/// The limit of a checkpoint's config.json, in bytes.
 inline constexpr std::int64_t kMaxConfigBytes = 4 << 20;
 
 class CheckpointFolder {
  public:
-  /// Whether `path` is meant as a checkpoint: holds manifest.json; or step-N and no config.json,
+  /// Whether `path` is meant as a checkpoint: it holds manifest.json; or step-N and no config.json,
   /// as the folder above checkpoints. A file `latest` alone says nothing. Errors: kIo.
   static bool is_one(const std::filesystem::path& path);
 
@@ -43,8 +43,8 @@ class CheckpointFolder {
   /// that holds another step.
   static CheckpointFolder open(const std::filesystem::path& path);
 
-  const std::filesystem::path& path() const { return path_; }  ///< of step-N
-  /// As it was read, without tensors.
+  const std::filesystem::path& path() const { return path_; }  ///< of the folder step-N
+  /// The manifest as it was read, without tensors.
   const CheckpointManifest& manifest() const { return manifest_; }
   /// The manifest's own hash: equal where ranks see the same checkpoint, blocks included.
   const Hash128& manifest_hash() const { return manifest_hash_; }
@@ -61,13 +61,13 @@ class CheckpointFolder {
   std::vector<std::string> names(std::string_view prefix, std::size_t part = 0,
                                  std::size_t parts = 1) const;
 
-  /// Names of all files with data, rank_2 before rank_10: the work that ranks divide.
+  /// Names of all files with data, rank_2 before rank_10: the units of work that ranks divide.
   std::vector<std::string> data_files() const;
-  /// Compares a file's content with the manifest's hash: reads it through once, and leaves bytes
-  /// that are wanted where they are wanted (chunks() says which those are). Errors: kFormat
-  /// naming the file; kIo.
+  /// Compares a file's content with the manifest's hash: reads it through once, and copies the
+  /// wanted bytes to where they are wanted (chunks() says which those are). Errors: kFormat naming
+  /// the file; kIo.
   void verify(const std::string& file, std::vector<WantedBytes> wanted = {}) const;
-  /// Every file, and every tensor's pieces. Errors: as verify() and find().
+  /// Verifies every file, and every tensor's pieces. Errors: as verify() and find().
   void verify_all() const;
 
   /// Copies the elements [begin, end) of the flattened tensor; `out` has exactly their bytes, in
@@ -76,19 +76,19 @@ class CheckpointFolder {
   void read(std::string_view name, std::int64_t begin, std::int64_t end,
             std::span<std::byte> out) const;
 
-  /// The same of the flattened `box` of the tensor.
+  /// The same for the flattened `box` of the tensor.
   void read_box(std::string_view name, const TensorBox& box, std::int64_t begin, std::int64_t end,
                 std::span<std::byte> out) const;
 
-  /// Elements of a box that lie one after the other from `offset` of a file on.
+  /// Elements of a box that are consecutive in a file, from `offset` on.
   struct Chunk {
     std::string file;
     std::int64_t offset = 0;
     layout::Range elements;
   };
-  /// Where the elements [begin, end) of the flattened `box` lie, for who reads whole files anyway:
-  /// none where a piece holds them in rows of another box; read_box() puts those together. Errors:
-  /// as read().
+  /// Returns where the elements [begin, end) of the flattened `box` are, for callers that read
+  /// whole files anyway. Returns none where a piece holds them in rows of another box; read_box()
+  /// puts those together. Errors: as read().
   std::vector<Chunk> chunks(std::string_view name, const TensorBox& box, std::int64_t begin,
                             std::int64_t end) const;
 
@@ -100,33 +100,33 @@ class CheckpointFolder {
 
   std::filesystem::path path_;
   CheckpointManifest manifest_;
-  /// Of the blocks that were read; of version 1 all.
+  /// The tensors of the blocks that were read; all tensors in version 1.
   mutable CheckpointTensorMap tensors_;
   mutable std::vector<bool> block_is_read_;
   std::vector<std::int64_t> block_offsets_;
   mutable std::shared_ptr<const InputFile> blocks_file_;
   Hash128 manifest_hash_;
   std::string config_text_;
-  /// Headers of the files that were read from.
+  /// The headers of the files that were read from.
   mutable std::map<std::string, SafetensorsHeader, std::less<>> headers_;
 };
 
-/// The checkpoint that `path` stands for: `path` itself where it holds manifest.json, else the latest
-/// one of the folder (CheckpointStore::latest); none where it has none. What is older is not taken
-/// without being told. Errors: as latest(); kFormat where the latest is not whole, with the newest
-/// one before it that is.
+/// Returns the checkpoint for which `path` stands: `path` itself where it holds manifest.json, else
+/// the latest one of the folder (CheckpointStore::latest); none where it has none. An older one is
+/// never taken unless `path` names it. Errors: as latest(); kFormat where the latest is not whole,
+/// with the newest whole one before it.
 std::optional<std::filesystem::path> find_checkpoint(const std::filesystem::path& path);
-/// Whoever copied or removed it came to the end: it holds manifest.json. Errors: kFormat.
+/// Checks that copying or removing it was not interrupted: it holds manifest.json. Errors: kFormat.
 void require_whole(const std::filesystem::path& checkpoint);
-/// The newest checkpoint of a step before this one that can be opened; `text` continues an error
-/// with its path, or with that there is none.
+/// The newest checkpoint of an earlier step that can be opened; `text` continues an error with its
+/// path, or says that there is none.
 struct WholeBefore {
   std::optional<std::int64_t> step;
   std::string text;
 };
 WholeBefore newest_whole_before(const CheckpointStore& store, std::int64_t step);
 
-/// The model's tensors of it as a TensorSource: what ranks cut apart reads as a whole here.
+/// The model's tensors as a TensorSource, which reads whole tensors that ranks have cut.
 class CheckpointTensors final : public TensorSource {
  public:
   explicit CheckpointTensors(CheckpointFolder folder);
@@ -141,7 +141,7 @@ class CheckpointTensors final : public TensorSource {
 
  private:
   CheckpointFolder folder_;
-  Tensors tensors_;  // without "model/", and without the optimizer's
+  Tensors tensors_;  // names without "model/"; without those of the optimizer
 };
 
 /// Makes the folder, which holds all other files of `manifest`, a checkpoint: writes tensors.jsonl,

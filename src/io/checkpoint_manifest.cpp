@@ -19,10 +19,10 @@ std::string dumped(const OrderedJson& value) {
   return value.dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
 }
 
-// What is not UTF-8 is written with replacements by the one, and left out by the other.
+// dumped() writes replacements for text that is not UTF-8; this leaves it out.
 constexpr auto kIgnore = OrderedJson::error_handler_t::ignore;
 
-/// On one line, with a space behind each comma and colon.
+/// Returns the value on one line, with a space after each comma and colon.
 std::string line(const OrderedJson& value) {
   if (!value.is_structured()) return dumped(value);
   std::string text;
@@ -38,9 +38,9 @@ std::string entry(std::string_view name, const OrderedJson& value) {
   return dumped(name) + ": " + line(value);
 }
 
-/// Writes the values of a manifest that JSON has in another form than their members.
+/// Writes the values of a manifest whose form in JSON differs from their members.
 struct ManifestAsJson {
-  /// The exponent of a scale, which is an integer whatever the scale is.
+  /// Writes the exponent of a scale, which is an integer for every scale.
   template <class Write>
   OrderedJson json(const Write&, double scale, Exponent) const {
     return std::ilogb(scale);
@@ -60,7 +60,7 @@ OrderedJson json_of(const T& value, const Range& range = {}) {
   return JsonWriter(ManifestAsJson())(value, range);
 }
 
-/// A list or an object below a key, with a line for each of its items.
+/// Writes a list or an object under a key, with one line for each of its items.
 template <class Items>
 std::string on_lines(const Items& items) {
   constexpr bool kByName = requires { typename Items::mapped_type; };
@@ -76,7 +76,7 @@ std::string on_lines(const Items& items) {
   return text + "\n " + (kByName ? '}' : ']');
 }
 
-/// Of a name that rank_file() gives.
+/// Returns the rank in a name that rank_file() has made.
 std::int64_t rank_of(const CheckpointPiece& piece) {
   constexpr std::string_view kBefore = "rank_";
   std::int64_t rank = -1;
@@ -88,14 +88,15 @@ std::int64_t rank_of(const CheckpointPiece& piece) {
   return rank;
 }
 
-/// Pieces as [rank, begin, end] of the whole tensor, or with offset and size of their box behind.
+/// Writes pieces as [rank, begin, end] of the whole tensor, or followed by offset and size of their
+/// box.
 struct ShortRules {
   const std::string& name;
   TensorBox whole;
 
   template <class Write>
   OrderedJson json(const Write&, const std::vector<CheckpointPiece>& pieces, AnyValue) const {
-    std::map<std::int64_t, std::size_t> numbers_of;  // of pieces in each file so far
+    std::map<std::int64_t, std::size_t> numbers_of;  // the number of pieces in each file so far
     OrderedJson all = OrderedJson::array();
     for (const CheckpointPiece& piece : pieces) {
       const std::int64_t rank = rank_of(piece);
@@ -117,7 +118,7 @@ std::string short_entry(const std::string& name, const CheckpointTensor& tensor)
   return entry(name, JsonWriter(rules)(tensor));
 }
 
-// Of what a line may have.
+// The largest number that a line may hold.
 constexpr std::int64_t kLargestNumber = std::numeric_limits<std::int64_t>::max();
 
 std::int64_t longest_file_line() {
@@ -126,7 +127,8 @@ std::int64_t longest_file_line() {
   return std::ssize(on_lines(files));
 }
 
-/// By how many digits pieces may become longer that are cut elsewhere in their boxes.
+/// Returns by how many digits the text of pieces may grow when they are cut elsewhere in their
+/// boxes.
 std::int64_t longest_cut(const CheckpointTensor& tensor) {
   const auto digits = [](std::int64_t number) { return std::ssize(std::to_string(number)); };
   std::int64_t more = 0;
@@ -192,7 +194,7 @@ void check_user_values(const CheckpointValues& values) {
   }
   TESSERA_CHECK(bytes <= kMaxUserBytes, ErrorKind::kUsage, "checkpoint: user values: found ", bytes,
                 " bytes of names and texts, expected at most ", kMaxUserBytes,
-                "; write a file of your own beside the checkpoint");
+                "; write a separate file next to the checkpoint");
 }
 
 CheckpointTexts texts_of(CheckpointManifest manifest) {
@@ -238,7 +240,7 @@ CheckpointPlan plan_of(const CheckpointManifest& part) {
     const auto bare =
         std::ssize(short_entry(name, {tensor.dtype, tensor.shape, tensor.source_dtype, {}}));
     const auto whole = std::ssize(short_entry(name, tensor)) + longest_cut(tensor);
-    // Between tensors, and at the ends of a block; between pieces of two ranks.
+    // The separators: between tensors and at the ends of a block; between pieces of two ranks.
     const auto head = std::ssize(std::string_view("{}\n")) + bare;
     const auto pieces = whole - bare + std::ssize(std::string_view(", "));
     plan.tensors += head + pieces;
@@ -269,7 +271,7 @@ constexpr const char* kTooManyRanks =
 
 std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
                                  const CheckpointPlan& plan) {
-  // A block ends with the tensor that makes it as long as one has to be.
+  // A block ends with the tensor that makes it long enough.
   const std::int64_t block = kBlockBytes + plan.head + plan.pieces;
   TESSERA_CHECK(block <= kMaxBlockBytes, ErrorKind::kConfig, "checkpoint: found a plan in which ",
                 ranks, " ranks may have ", plan.pieces,

@@ -1,13 +1,13 @@
-// What a checkpoint is, as a value: manifest.json, and tensors.jsonl that it refers to, beside the
-// files that hold the bytes.
+// CheckpointManifest: a checkpoint as a value: manifest.json, and tensors.jsonl to which it refers,
+// next to the files that hold the bytes.
 //
 // A tensor is named under the model's (Hugging Face) names and has its global shape; its elements
-// lie in pieces, each a flat range inside a box of it, so that nothing here knows how many ranks
-// wrote it or will read it. Tensors stand in blocks, in the order of their names, each with all of
-// its pieces, and manifest.json says where a block begins: a reader parses the blocks that hold
-// what it wants. The text carries its own hash and that of each block: a flipped bit is found in
-// them as in every other file. The format in full, and version 1, which had the tensors in
-// manifest.json: docs/checkpoint.md. Next: checkpoint_folder.h reads one.
+// are in pieces, each a flat range inside a box of the tensor, so that nothing here depends on the
+// number of ranks that wrote it or will read it. Tensors are in blocks, in the order of their
+// names, each with all of its pieces, and manifest.json says where a block begins: a reader parses
+// only the blocks that it needs. The text carries its own hash and that of each block, so a flipped
+// bit is found in them as in every other file. The format in full, and version 1, which had the
+// tensors in manifest.json: docs/checkpoint.md. Next: checkpoint_folder.h reads one.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +32,9 @@ inline std::optional<Hash128> from_text(Of<Hash128>, std::string_view text) {
 }
 constexpr std::string_view expected_text(Of<Hash128>) { return "32 hexadecimal digits"; }
 
-struct Dims {};          ///< of a shape, or of the offset or size of a box
-struct Exponent {};      ///< of a power of two, which files have as its exponent
-struct FormatNumber {};  ///< of the format, on which the keys behind it depend
+struct Dims {};          ///< dims of a shape, or of the offset or size of a box
+struct Exponent {};      ///< a power of two, which files hold as its exponent
+struct FormatNumber {};  ///< the number of the format, on which the keys after it depend
 /// The range of a list or an object that has a line for each item, in files of these formats.
 struct OnLines {
   std::int64_t first_format = 1;
@@ -47,7 +47,8 @@ constexpr void fields(V& visit, Of<TensorBox>) {
   visit("size", &TensorBox::size, Dims{});
 }
 
-/// Elements [begin, end) of `box`, flattened in row-major order, are the tensor `key` of `file`.
+/// The elements [begin, end) of `box`, flattened in row-major order; they are the tensor `key` of
+/// `file`.
 struct CheckpointPiece {
   std::string file;
   std::string key;
@@ -69,7 +70,7 @@ constexpr void fields(V& visit, Of<CheckpointPiece>) {
 struct CheckpointTensor {
   DType dtype = DType::kFloat32;
   std::vector<std::int64_t> shape;  ///< global
-  /// Of a model's tensor: the dtype that it had in the folder that training began with.
+  /// The dtype that a tensor of the model had in the folder with which training began.
   std::optional<DType> source_dtype;
   std::vector<CheckpointPiece> pieces;
 
@@ -87,7 +88,7 @@ constexpr void fields(V& visit, Of<CheckpointTensor>) {
 
 using CheckpointTensorMap = std::map<std::string, CheckpointTensor, std::less<>>;
 
-/// A line of tensors.jsonl; where it begins follows from those before it.
+/// A line of tensors.jsonl; the lines before it determine where it begins.
 struct CheckpointBlock {
   std::string first;  ///< name of its first tensor
   std::int64_t bytes = 0;
@@ -114,11 +115,12 @@ constexpr void fields(V& visit, Of<CheckpointFile>) {
   visit("xxh3_128", &CheckpointFile::xxh3_128);
 }
 
-/// What the rows of a step follow from, besides the seed and the number of the step.
+/// The properties that determine the rows of a step, in addition to the seed and the number of the
+/// step.
 struct CheckpointData {
-  std::vector<std::string> path;  ///< as the config had it; data may move
-  std::int64_t bytes = 0;         ///< of all its files
-  Hash128 xxh3_128;               ///< of their content (docs/checkpoint.md)
+  std::vector<std::string> path;  ///< as the config had it; data may have moved
+  std::int64_t bytes = 0;         ///< of all its files together
+  Hash128 xxh3_128;               ///< hash of their content (docs/checkpoint.md)
   std::int64_t seq_len = 0;
   std::int64_t global_batch_size = 0;
   bool operator==(const CheckpointData&) const = default;
@@ -133,9 +135,10 @@ constexpr void fields(V& visit, Of<CheckpointData>) {
   visit("global_batch_size", &CheckpointData::global_batch_size);
 }
 
-/// Of a run that trains adapters beside a frozen model: the checkpoint holds the adapters alone.
+/// The adapters of a run with a frozen model next to them: the checkpoint holds only the adapters.
 struct CheckpointLora : LoraSpec {
-  Hash128 base_xxh3_128 = {};  ///< of the tensors of the model at model_path (docs/checkpoint.md)
+  /// hash of the tensors of the model at model_path (docs/checkpoint.md)
+  Hash128 base_xxh3_128 = {};
   bool operator==(const CheckpointLora&) const = default;
 };
 
@@ -166,34 +169,35 @@ constexpr void fields(V& visit, Of<LossScaleState>) {
 
 struct CheckpointManifest {
   static constexpr std::int64_t kFormat = 2;       ///< what is written
-  static constexpr std::int64_t kFirstFormat = 1;  ///< from which on all are read
+  static constexpr std::int64_t kFirstFormat = 1;  ///< all formats from this one on are read
 
   std::int64_t format = kFormat;
-  std::int64_t step = 0;        ///< the last one that was done
+  std::int64_t step = 0;        ///< the last one that was completed
   std::int64_t world_size = 1;  ///< ranks that wrote it
-  Hash128 config_hash;          ///< of the text of the run's config.toml
+  Hash128 config_hash;          ///< hash of the text of the run's config.toml
   std::string model_path;       ///< model.path of that config; empty for a model from scratch
   std::int64_t seed = 0;
   CheckpointData data;
-  /// As the configuration spells it: "AdamW"; empty in checkpoints of before it was written.
+  /// As the configuration spells it: "AdamW"; empty in checkpoints that were written before this
+  /// key existed.
   std::string optimizer;
   /// The fused weights (as gate and up in one tensor) that Muon steps as one matrix each. None for
   /// other optimizers and models, and in checkpoints that were written before this key existed.
   std::optional<std::vector<std::string>> fused_as_one;
   std::optional<CheckpointLora> lora;
-  /// Of a run that scales its loss.
+  /// The state of the loss scaler, where the run scales its loss.
   std::optional<LossScaleState> loss_scale;
   /// The number of steps up to `step` that made no update: those that the scaler skipped, and those
   /// without a label. None in checkpoints that were written before this key existed, and in those
   /// of library users.
   std::optional<std::int64_t> left_out_steps;
-  /// Of a library user's checkpoint (tessera/checkpoint.h); the trainer has none.
+  /// The values of a library user's checkpoint (tessera/checkpoint.h); empty for the trainer.
   CheckpointValues user;
   std::map<std::string, CheckpointFile, std::less<>> files;  ///< all but manifest.json
-  /// In the order of names. Only as manifest.json of version 2 says it.
+  /// In the order of names. Only in manifest.json of version 2.
   std::vector<CheckpointBlock> blocks;
-  /// "model/<name>" and "optim/<state>/<name>". Read from manifest.json of version 1; of version 2
-  /// what is to be written.
+  /// "model/<name>" and "optim/<state>/<name>". Read from manifest.json of version 1; for version 2
+  /// the tensors to be written.
   CheckpointTensorMap tensors;
 
   /// left_out_steps; where it is missing, the steps that the scaler skipped.
@@ -226,28 +230,30 @@ inline constexpr std::string_view kManifestFile = "manifest.json";
 inline constexpr std::string_view kTensorsFile = "tensors.jsonl";
 inline constexpr std::string_view kModelPrefix = "model/";
 inline constexpr std::string_view kOptimizerPrefix = "optim/";
-/// Of a manifest's text: that of version 2 has less than 2 MB for 1,000 ranks and 200,000 tensors.
-/// Reading one takes up to thirty times its size.
+/// The limit of a manifest's text: one of version 2 has less than 2 MB for 1,000 ranks and 200,000
+/// tensors. Reading a text takes up to thirty times its size.
 inline constexpr std::int64_t kMaxManifestBytes = std::int64_t{64} << 20;
-/// From here on a block ends with its tensor. Small, since a rank of many wants a tensor here and
-/// there: of a layer's 384 expert matrices it holds the elements of one or two.
+/// A block that has reached this size ends with its tensor. It is small, since one rank of many
+/// needs a few tensors here and there: of a layer's 384 expert matrices it holds the elements of
+/// one or two.
 inline constexpr std::int64_t kBlockBytes = std::int64_t{8} << 10;
-/// Of any block: a tensor in some 100,000 pieces. Reading one takes up to two hundred times its
-/// size.
+/// The limit of any block: a tensor in some 100,000 pieces. Reading a block takes up to two hundred
+/// times its size.
 inline constexpr std::int64_t kMaxBlockBytes = std::int64_t{4} << 20;
-/// In version 2; each piece in memory has a copy of it.
+/// The limit in version 2; each piece in memory has a copy of the name.
 inline constexpr std::size_t kMaxTensorNameBytes = 512;
-/// Of a manifest: far above any real one, and steps after it can still be counted.
+/// The limit of a manifest's step: far above any real one, and later steps can still be counted.
 inline constexpr std::int64_t kMaxStep = std::int64_t{1} << 62;
-/// Boxes that one tensor may be cut into: ranks of tensor, expert and pipeline axes together.
+/// The limit of boxes into which one tensor may be cut: by ranks of tensor, expert and pipeline
+/// axes together.
 inline constexpr std::size_t kMaxBoxes = 4096;
 
-/// Of CheckpointManifest::user, names and texts together.
+/// The limit of CheckpointManifest::user, names and texts together.
 inline constexpr std::int64_t kMaxUserBytes = 1 << 20;
 
-/// "rank_12.safetensors": what a rank writes.
+/// Returns "rank_12.safetensors", the name of the file that a rank writes.
 std::string rank_file(std::int64_t rank);
-/// What the `number`-th piece (from 1) of a tensor in one file is called there.
+/// Returns the key of the `number`-th piece (from 1) of a tensor in one file.
 std::string piece_key(std::string_view tensor, std::size_t number);
 
 /// Errors: kFormat naming what is wrong: another format, names that are not plain or not listed,
@@ -255,60 +261,61 @@ std::string piece_key(std::string_view tensor, std::size_t number);
 /// that no piece holds or two do.
 void validate(const CheckpointManifest& manifest, std::string_view where);
 
-/// Before they are written. Errors: kUsage for more than kMaxUserBytes, for an empty name, and for
-/// a name or a text that is not UTF-8.
+/// Call it before they are written. Errors: kUsage for more than kMaxUserBytes, for an empty name,
+/// and for a name or a text that is not UTF-8.
 void check_user_values(const CheckpointValues& values);
 
-/// Of one tensor: that its name and pieces are possible beside the files of `manifest`.
+/// Checks one tensor: its name and pieces must be possible with the files of `manifest`.
 void validate(const CheckpointTensor& tensor, const std::string& name,
               const CheckpointManifest& manifest, std::string_view where);
 
-/// The text of manifest.json; its last key is its own hash. Of version 1 with the tensors, one line
-/// each; of version 2 with the blocks.
+/// Returns the text of manifest.json; its last key is its own hash. Version 1 has the tensors in
+/// it, one line each; version 2 the blocks.
 std::string to_json(const CheckpointManifest& manifest);
 
-/// The inverse, validated; the text's own hash is not looked at. Errors: kFormat.
+/// The inverse, validated; the text's own hash is not checked. Errors: kFormat.
 CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where);
 
-/// Both texts of version 2.
+/// Both texts of a checkpoint in version 2.
 struct CheckpointTexts {
   std::string manifest;
   std::string tensors;
 };
-/// Of a manifest that is valid and holds its tensors, with files and keys of pieces as rank_file()
-/// and piece_key() name them. Errors: kIo where a text is larger than readers take.
+/// Returns the texts of a manifest that is valid and holds its tensors; files and keys of pieces
+/// must be those of rank_file() and piece_key(). Errors: kIo where a text is larger than readers
+/// take.
 CheckpointTexts texts_of(CheckpointManifest manifest);
 
-/// The tensors of the `index`-th block of `manifest`, validated; the hash of the text is not looked
-/// at. Errors: kFormat, also for names that belong to another block.
+/// Returns the tensors of the `index`-th block of `manifest`, validated; the hash of the text is
+/// not checked. Errors: kFormat, also for names that belong to another block.
 CheckpointTensorMap parse_checkpoint_block(std::string_view text,
                                            const CheckpointManifest& manifest, std::size_t index,
                                            std::string_view where);
 
-/// What is going to be written, in bytes: no less than will be.
+/// Upper bounds of the sizes that will be written, in bytes.
 struct CheckpointPlan {
-  std::int64_t tensors = 0;  ///< of tensors.jsonl
-  std::int64_t pieces = 0;   ///< of the pieces of any one tensor there
-  std::int64_t head = 0;     ///< of what it says of any tensor besides
+  std::int64_t tensors = 0;  ///< the whole tensors.jsonl
+  std::int64_t pieces = 0;   ///< the pieces of any one tensor there
+  std::int64_t head = 0;     ///< the rest of the text of any one tensor
   bool operator==(const CheckpointPlan&) const = default;
 };
-/// Of one rank that will have at most the tensors of `part`, cut wherever. Errors: kConfig for a
-/// name, and for a part, that is larger than readers take.
+/// Returns the plan of one rank that will have at most the tensors of `part`, cut anywhere. Errors:
+/// kConfig for a name, and for a part, that is larger than readers take.
 CheckpointPlan plan_of(const CheckpointManifest& part);
-/// Of several ranks: that their most pieces are of one tensor is the worst case.
+/// Returns the plan of several ranks, in the worst case: the most pieces of each are of one tensor.
 CheckpointPlan sum_of(const std::vector<CheckpointPlan>& plans);
 
-/// Before anything is trained or written: that neither manifest.json nor a block of tensors.jsonl
-/// will be larger than readers take. `about` is what the manifest says besides files and tensors,
-/// `plan` that of all ranks. Returns a size that manifest.json stays below. Errors: kConfig with
-/// what was found and the largest one.
+/// Checks, before anything is trained or written, that neither manifest.json nor a block of
+/// tensors.jsonl will be larger than readers take. `about` is the manifest without files and
+/// tensors, `plan` that of all ranks. Returns an upper bound of the size of manifest.json. Errors:
+/// kConfig with what was found and the largest allowed.
 std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t ranks,
                                  const CheckpointPlan& plan);
 
-/// Files and tensors that one rank of several wrote, as it tells them to the rank that writes the
-/// manifest.
+/// Returns the text of the files and tensors that one rank of several wrote, for the rank that
+/// writes the manifest.
 std::string part_text(const CheckpointManifest& part);
-/// The inverse. Not every element need have a piece, nothing is validated.
+/// The inverse. Elements may lack pieces; nothing is validated.
 CheckpointManifest parse_manifest_part(std::string_view text, std::string_view where);
 
 /// Adds the files and pieces of another rank. Errors: kInternal where both describe a tensor

@@ -1,5 +1,5 @@
-// manifest.json and blocks of tensors.jsonl as text from anywhere: every value is looked at before
-// it is used, and what they say together is checked.
+// Parses manifest.json and blocks of tensors.jsonl, as text from any source: every value is checked
+// before it is used, and then their relations.
 #include <algorithm>
 #include <cmath>
 #include <span>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kMaxManifestDepth = 8;
 
-/// Errors: kFormat for one that no reader here knows.
+/// Errors: kFormat for a format that no reader here knows.
 void check_format(std::int64_t format, std::string_view where) {
   TESSERA_CHECK(format >= CheckpointManifest::kFirstFormat && format <= CheckpointManifest::kFormat,
                 ErrorKind::kFormat, where, ": found format ", format, ", expected ",
@@ -32,7 +32,7 @@ std::int64_t rank_of(const JsonCursor& value) {
   return found;
 }
 
-/// Of a shape or a box.
+/// Reads a shape or a box.
 std::vector<std::int64_t> integers_of(const JsonCursor& value) {
   TESSERA_CHECK(!value.value().is_array() || value.value().size() <= kMaxTensorDims,
                 ErrorKind::kFormat, value.where(), ": found ", value.value().size(),
@@ -40,7 +40,7 @@ std::vector<std::int64_t> integers_of(const JsonCursor& value) {
   return value.list([](const JsonCursor& item) { return item.integer(); });
 }
 
-/// Of a list of `few` or `many` items: how many it has.
+/// Returns the size of a list that must have `few` or `many` items.
 std::size_t count_of(const JsonCursor& value, std::size_t few, std::size_t many) {
   const nlohmann::json& list = value.value();
   TESSERA_CHECK(list.is_array() && (list.size() == few || list.size() == many), ErrorKind::kFormat,
@@ -55,13 +55,13 @@ enum class PieceForm : std::uint8_t {
   kShort,  ///< [rank, begin, end] or [rank, begin, end, offset, size]
 };
 
-/// Reads the values of a manifest that JSON has in another form than their members, and those that
+/// Reads the values of a manifest whose form in JSON differs from their members, and those that
 /// depend on its format.
 class ManifestFromJson {
  public:
   ManifestFromJson(std::string_view where, PieceForm form) : where_(where), form_(form) {}
 
-  /// Another format may have other keys: its number is what the message is to be about.
+  /// Another format may have other keys, so an error is to name its number.
   template <class Read>
   void read(Read&, std::int64_t& format, const JsonCursor& at, FormatNumber) {
     format = at.integer();
@@ -105,7 +105,7 @@ class ManifestFromJson {
   void read(Read& reader, std::vector<CheckpointPiece>& pieces, const JsonCursor& at, AnyValue) {
     if (form_ == PieceForm::kLong) return reader.list(pieces, at, AnyValue{});
     const TensorBox whole = TensorBox::whole(*shape_);
-    std::map<std::int64_t, std::size_t> numbers;  // of pieces in each file so far
+    std::map<std::int64_t, std::size_t> numbers;  // the number of pieces in each file so far
     pieces = at.list([&](const JsonCursor& item) {
       const std::size_t parts = count_of(item, 3, 5);
       const std::int64_t rank = rank_of(item.at(0));
@@ -154,7 +154,7 @@ CheckpointTensorMap parse_checkpoint_block(std::string_view text,
   const std::string* const next =
       index + 1 < manifest.blocks.size() ? &manifest.blocks[index + 1].first : nullptr;
   const nlohmann::json json = parse_json_object(text, where, kMaxManifestDepth);
-  // Before anything of the size of names times pieces is made.
+  // Checked before anything of the size of names times pieces is allocated.
   for (const auto& [name, item] : json.items()) {
     TESSERA_CHECK(name.size() <= kMaxTensorNameBytes, ErrorKind::kFormat, where,
                   ": found a name of ", name.size(), " bytes, ", printable(name),
@@ -172,12 +172,12 @@ CheckpointTensorMap parse_checkpoint_block(std::string_view text,
   return tensors;
 }
 
-// What a manifest may say, whoever wrote it: names, sizes, and pieces that hold every element of a
+// Checks of a manifest from any source: names, sizes, and pieces that hold every element of a
 // tensor once.
 
 namespace {
 
-/// What is being judged, for messages: "FILE: tensor 'NAME'".
+/// Returns what is being checked, for messages: "FILE: tensor 'NAME'".
 std::string tensor_text(std::string_view where, std::string_view name) {
   return concat(where, ": tensor ", printable(name));
 }
@@ -207,7 +207,7 @@ void check_box(const CheckpointPiece& piece, std::span<const std::int64_t> shape
                 piece.end, ", expected some of the ", box.numel(), " of its box");
 }
 
-/// Pieces by box, and in a box by position.
+/// Returns the pieces by box, and within a box by position.
 std::vector<const CheckpointPiece*> in_order(const CheckpointTensor& tensor) {
   std::vector<const CheckpointPiece*> pieces;
   for (const CheckpointPiece& piece : tensor.pieces) pieces.push_back(&piece);
@@ -218,7 +218,7 @@ std::vector<const CheckpointPiece*> in_order(const CheckpointTensor& tensor) {
   return pieces;
 }
 
-/// The boxes, in the order of their offsets; the pieces of each cover it once.
+/// Returns the boxes, in the order of their offsets; the pieces of each must cover it once.
 std::vector<const TensorBox*> covered_boxes(const CheckpointTensor& tensor,
                                             const std::string& what) {
   std::vector<const TensorBox*> boxes;
@@ -248,12 +248,13 @@ void check_cover(const CheckpointTensor& tensor, const std::string& what) {
   const std::vector<const TensorBox*> boxes = covered_boxes(tensor, what);
   TESSERA_CHECK(boxes.size() <= kMaxBoxes, ErrorKind::kFormat, what, ": found ", boxes.size(),
                 " boxes, expected at most ", kMaxBoxes);
-  std::int64_t held = 0;  // of boxes without a common element: never more than the tensor has
+  // elements of boxes without common elements: never more than the tensor has
+  std::int64_t held = 0;
   for (std::size_t a = 0; a < boxes.size(); ++a) {
     for (std::size_t b = a + 1; b < boxes.size(); ++b) {
       if (!boxes[a]->offset.empty() &&
           boxes[b]->offset[0] >= boxes[a]->offset[0] + boxes[a]->size[0]) {
-        break;  // they are sorted: neither does any later one reach back
+        break;  // they are sorted, so no later one overlaps either
       }
       TESSERA_CHECK(!overlap(*boxes[a], *boxes[b]), ErrorKind::kFormat, what,
                     ": found the boxes from ", shape_text(boxes[a]->offset), " and ",
@@ -280,7 +281,7 @@ void check_blocks(const CheckpointManifest& manifest, std::string_view where) {
     TESSERA_CHECK(block.bytes >= 1 && block.bytes <= kMaxBlockBytes, ErrorKind::kFormat, what,
                   ": found ", block.bytes, " bytes, expected 1 to ", kMaxBlockBytes);
     before = block.first;
-    bytes += block.bytes;  // of a text of 64 MiB: far below 2^63
+    bytes += block.bytes;  // a text has at most 64 MiB, so the sum stays far below 2^63
   }
   const auto file = manifest.files.find(kTensorsFile);
   const std::int64_t listed = file == manifest.files.end() ? 0 : file->second.bytes;
@@ -308,7 +309,7 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
   for (const auto& [name, file] : manifest.files) {
     TESSERA_CHECK(is_plain_file_name(name) && name != kManifestFile, ErrorKind::kFormat, where,
                   ": found the file ", printable(name),
-                  ", expected the plain name of a file beside the manifest");
+                  ", expected the plain name of a file next to the manifest");
     TESSERA_CHECK(file.bytes >= 0, ErrorKind::kFormat, where, ": file ", printable(name),
                   ": found ", file.bytes, " bytes");
   }

@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kStepPrefix = "step-";
 constexpr std::string_view kTemporary = ".tmp";
-// A complete step that gives its name to another of the same number, until that has it.
+// A complete step that gave its name to another of the same number, until that one has it.
 constexpr std::string_view kReplaced = ".replaced.tmp";
 constexpr std::int64_t kMaxLatestBytes = 64;
 
@@ -38,7 +38,7 @@ std::vector<fs::path> entries(const fs::path& folder) {
   return paths;
 }
 
-/// Only names of our own: the folder may be one that holds other things too.
+/// Whether the name is one of ours: the folder may hold other things, too.
 bool is_unfinished(std::string_view name) {
   return name.ends_with(kTemporary) &&
          (name.starts_with(kStepPrefix) || name.starts_with(concat(kLatestFile, ".")));
@@ -50,7 +50,7 @@ void rename_folder(const fs::path& from, const fs::path& to) {
   check_done(error, "rename to", to);
 }
 
-/// In two moves: a crash in between leaves no complete folder with files missing.
+/// Removes in two moves: a crash in between leaves no complete folder with missing files.
 void remove_complete(const fs::path& folder) {
   fs::path aside = folder;
   aside += concat(".old", kTemporary);
@@ -70,7 +70,7 @@ std::optional<std::int64_t> parse_step_folder(std::string_view name) {
   std::int64_t step = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), step);
   const bool whole = error == std::errc() && end == digits.data() + digits.size();
-  // "step-007" and "step--1" are not names that we give.
+  // "step-007" and "step--1" are never the names of our folders.
   return whole && step >= 0 && step_folder(step) == name ? std::optional(step) : std::nullopt;
 }
 
@@ -81,12 +81,12 @@ bool CheckpointStore::takes(std::string_view name) {
 
 bool CheckpointStore::is_of_a_run() const {
   std::error_code ignored;
-  // Others may have a link `latest` beside folders of steps.
+  // Other programs may have a link `latest` next to folders of steps.
   if (fs::is_regular_file(fs::symlink_status(folder_ / kLatestFile, ignored))) return true;
   for (const std::int64_t step : steps()) {
     if (fs::exists(complete(step) / kManifestFile, ignored)) return true;
   }
-  // RUN itself and its metrics have a lock too.
+  // RUN itself and its metrics also have a lock.
   return fs::exists(lock_file(folder_), ignored) && !fs::exists(folder_ / "config.toml", ignored) &&
          !fs::exists(folder_ / "metrics.jsonl", ignored);
 }
@@ -138,7 +138,7 @@ void CheckpointStore::clean() const {
                               ? parse_step_folder(name.substr(0, name.size() - kReplaced.size()))
                               : std::nullopt;
     if (replaced && !fs::exists(fs::symlink_status(complete(*replaced), error))) {
-      rename_folder(path, complete(*replaced));  // a crash came before the other had its name
+      rename_folder(path, complete(*replaced));  // a crash came before the other one had its name
       continue;
     }
     fs::remove_all(path, error);
@@ -150,7 +150,7 @@ void CheckpointStore::begin(std::int64_t step) const {
   std::error_code error;
   fs::create_directories(temporary(step), error);
   check_done(error, "make the folder", temporary(step));
-  // Ranks take each other's folder, so it may be there; through a link they would write elsewhere.
+  // Another rank may have made the folder; through a link the ranks would write elsewhere.
   TESSERA_CHECK(fs::is_directory(fs::symlink_status(temporary(step), error)), ErrorKind::kIo,
                 shown(temporary(step)), ": found a link, expected a folder of its own; remove it");
 }
@@ -177,7 +177,7 @@ void CheckpointStore::finish(std::int64_t step) const {
     throw;
   }
   sync_folder(folder_);
-  // What it replaced is whole on the disk until here.
+  // The folder that it replaced stays whole on disk until here.
   fs::remove_all(replaced, error);
   check_done(error, "remove", replaced);
 }
@@ -186,7 +186,7 @@ void CheckpointStore::set_latest(std::int64_t step) const {
   const std::string text = step_folder(step);
   const fs::path path = folder_ / kLatestFile;
   std::error_code none;
-  // A resumed run most often finds it so: a write would wait for the disk.
+  // A resumed run most often finds this text there already: a write would wait for the disk.
   if (fs::file_size(path, none) == text.size() && read_text_file(path, kMaxLatestBytes) == text) {
     return;
   }

@@ -1,9 +1,10 @@
-// The folder of a run's checkpoints: which are complete, which one is the latest, how one becomes
-// complete and how old ones go.
+// CheckpointStore: the folder of a run's checkpoints: which are complete, which one is the latest,
+// how one becomes complete and how old ones are removed.
 //
 // A checkpoint is complete when its folder has its final name, step-N; until then it is step-N.tmp.
 // A crash at any moment leaves complete checkpoints, perhaps a folder that ends in .tmp, and a
-// `latest` that names a complete one. Knows folders, not tensors: those are checkpoint_folder.h.
+// `latest` that names a complete one. The store handles folders, not tensors: those are in
+// checkpoint_folder.h.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +27,11 @@ class CheckpointStore {
  public:
   explicit CheckpointStore(std::filesystem::path folder) : folder_(std::move(folder)) {}
 
-  /// Whether a run gives this name in its folder of checkpoints: it replaces or removes what is
-  /// there. Also names that it may take for something unfinished.
+  /// Whether a run gives this name in its folder of checkpoints, so that it replaces or removes
+  /// what is there; true also for names that the run may take for unfinished checkpoints.
   static bool takes(std::string_view name);
-  /// Whether a run keeps its checkpoints here, as far as the folder says: it has a `latest`, a
-  /// checkpoint, or the lock of a run that has saved none yet.
+  /// Whether a run keeps its checkpoints here, as far as the folder tells: it has a `latest`, a
+  /// checkpoint, or the lock of a run that has not saved yet.
   bool is_of_a_run() const;
 
   const std::filesystem::path& folder() const { return folder_; }
@@ -39,24 +40,24 @@ class CheckpointStore {
 
   /// The complete ones, ascending; none where there is no folder yet. Errors: kIo.
   std::vector<std::int64_t> steps() const;
-  /// What the file `latest` names; the newest complete one where there is no such file (a crash
-  /// before the first was written). Errors: kFormat for a text that is not step-N, and where that
-  /// is not there; kIo.
+  /// Returns the step that the file `latest` names; the newest complete one where there is no such
+  /// file (a crash before the first was written). Errors: kFormat for a text that is not step-N,
+  /// and where that folder is missing; kIo.
   std::optional<std::int64_t> latest() const;
 
-  /// Makes the folder and removes what a crash left unfinished; a complete step that finish() was
-  /// replacing is there again. Errors: kIo.
+  /// Makes the folder and removes what a crash left unfinished; restores a complete step that
+  /// finish() was replacing. Errors: kIo.
   void clean() const;
-  /// Makes step-N.tmp, or takes the folder that is there. Errors: kIo, also for a link.
+  /// Makes step-N.tmp, or uses the folder that is there. Errors: kIo, also for a link.
   void begin(std::int64_t step) const;
-  /// Removes step-N.tmp; never throws: it is for cleaning up after an error.
+  /// Removes step-N.tmp; never throws, since it cleans up after an error.
   void discard(std::int64_t step) const noexcept;
-  /// Gives step-N.tmp its final name, durably; one of this name that another attempt left is
-  /// replaced, and stays whole until then, a crash or an error included. Errors: kIo.
+  /// Gives step-N.tmp its final name, durably. A folder of that name from another attempt is
+  /// replaced; it stays whole until then, also after a crash or an error. Errors: kIo.
   void finish(std::int64_t step) const;
   void set_latest(std::int64_t step) const;  ///< Errors: kIo.
   /// Removes complete checkpoints older than the newest `count` up to `step` (0: none). Later ones
-  /// are not accessed: another attempt's, or the user's. Errors: kIo.
+  /// stay: they belong to another attempt or to the user. Errors: kIo.
   void keep(std::int64_t count, std::int64_t step) const;
 
  private:

@@ -47,7 +47,7 @@ fs::path file_inside(const fs::path& folder, const std::string& name) {
   const fs::path real_folder = real_path(folder);
   const fs::path real_file = real_path(folder / name);
   if (is_inside(real_file, real_folder)) return folder / name;
-  // models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH is how the hub's cache shares files.
+  // The hub's cache shares files so: models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH.
   const bool is_snapshot = real_folder.parent_path().filename() == "snapshots";
   const fs::path blobs = real_folder.parent_path().parent_path() / "blobs";
   TESSERA_CHECK(is_snapshot && is_inside(real_file, blobs), ErrorKind::kFormat, folder.native(),
@@ -69,7 +69,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kLookAgain{20};
-// There are file systems that number a file anew whenever it is asked for.
+// The limit of retries, since some file systems give a file a new number at each request.
 constexpr int kMostReplaced = 100;
 
 std::string this_process() {
@@ -78,16 +78,17 @@ std::string this_process() {
   return concat("process ", ::getpid(), " on ", host.data());
 }
 
-/// What the holder wrote; it may be between taking the lock and writing.
+/// Returns what the holder wrote; it may be between taking the lock and writing.
 std::string holder(int descriptor) {
   std::array<char, 300> text{};
   const ssize_t size = ::pread(descriptor, text.data(), text.size(), 0);
   if (size <= 0) return "another process";
   const std::string shown = printable({text.data(), static_cast<std::size_t>(size)}, 300);
-  return shown.substr(1, shown.size() - 2);  // a part of our own sentence, not a name
+  return shown.substr(1, shown.size() - 2);  // it becomes part of our own sentence and is no name
 }
 
-/// Whoever held it may have unlinked it: then the lock is on a file that nobody else will open.
+/// Whether the locked file is still the one at the path: a holder may have unlinked it, and then no
+/// other process will open the file that is locked here.
 bool stands_at(int descriptor, const fs::path& path) {
   struct stat held{};
   struct stat named{};
@@ -95,7 +96,7 @@ bool stands_at(int descriptor, const fs::path& path) {
          held.st_dev == named.st_dev && held.st_ino == named.st_ino;
 }
 
-/// Only what a message says later: where it cannot be written the lock is held all the same.
+/// Writes only what a message tells later: the lock is held even where this fails.
 void write_holder(int descriptor) {
   const std::string text = this_process();
   if (::ftruncate(descriptor, 0) != 0) return;
@@ -141,8 +142,8 @@ FolderLock::FolderLock(const std::filesystem::path& folder, std::chrono::millise
     const std::string by = holder(descriptor_);
     ::close(std::exchange(descriptor_, -1));
     TESSERA_CHECK(is_held, ErrorKind::kIo, failed("lock"));
-    throw Error(ErrorKind::kConfig,
-                concat(shown(folder), ": found in use by ", by, ", expected nobody; ", remedy));
+    throw Error(ErrorKind::kConfig, concat(shown(folder), ": found in use by ", by,
+                                           ", expected no other user; ", remedy));
   }
   write_holder(descriptor_);
 }
@@ -153,11 +154,11 @@ FolderLock::~FolderLock() {
 
 namespace {
 
-constexpr char kEnd = '\0';  // of a path in a list: no name has it
+constexpr char kEnd = '\0';  // ends a path in a list: no name has it
 
-/// Also a link that leads nowhere has its name taken.
+/// Whether the name is free; a link that leads nowhere takes its name, too.
 bool is_free(const fs::path& path) {
-  std::error_code unknown;  // then it counts as somebody's
+  std::error_code unknown;  // then it counts as taken
   return fs::symlink_status(path, unknown).type() == fs::file_type::not_found;
 }
 
@@ -181,7 +182,7 @@ void MadePaths::make(const fs::path& folder, std::string_view key) {
     // Another run may make it at the same time: then it is not ours.
     if (fs::create_directory(absent[left - 1], error)) add_folder(absent[left - 1]);
   }
-  if (!error) fs::create_directories(whole, error);  // says why it is none
+  if (!error) fs::create_directories(whole, error);  // says why it is no folder
   TESSERA_CHECK(!error, ErrorKind::kIo, key, ": cannot make ", folder.string(), " (",
                 error.message(), ")");
 }
@@ -208,13 +209,13 @@ void MadePaths::add_lock(const fs::path& file) {
 
 void MadePaths::remove() const {
   const base::Lock lock(mutex_);
-  // What cannot be removed stays: who is refused is told of that alone.
+  // A path that cannot be removed stays: the user is told only of the refusal.
   for (const auto* const files : {&files_, &locks_}) {
     for (const fs::path& path : *files) {
       [[maybe_unused]] const int gone = ::unlink(path.c_str());
     }
   }
-  // Of two that one is inside the other the longer path goes first.
+  // The longer path goes first where one is inside the other.
   std::vector<fs::path> folders = folders_;
   std::ranges::sort(folders, std::greater(),
                     [](const fs::path& path) { return path.native().size(); });

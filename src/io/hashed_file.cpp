@@ -16,7 +16,7 @@ namespace {
 
 // Small enough that bytes are still in the cache when they are hashed, or written after it.
 constexpr std::size_t kHashedChunkBytes = std::size_t{128} << 10;
-// The disk begins with what is written while the rest still comes.
+// The disk begins to write while the rest still arrives.
 constexpr std::int64_t kWriteOutBytes = std::int64_t{8} << 20;
 
 class NewFile {
@@ -56,7 +56,7 @@ class NewFile {
   const std::filesystem::path& path_;
   int descriptor_ = -1;
   std::int64_t size_ = 0;
-  std::int64_t begun_ = 0;  ///< up to here the disk was asked to begin
+  std::int64_t begun_ = 0;  ///< the disk was asked to write up to here
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Files that are written and read in one pass, with the hash of their content on the way.
+// Files that are written and read in one pass, which also computes the hash of their content.
 //
-// For the files of a checkpoint: large, written once from memory into a folder that gets its name
-// later, read once from beginning to end. A file that has to appear under its name complete is
-// another matter (atomic_file.h).
+// They are the files of a checkpoint: large, written once from memory into a folder that gets its
+// name later, read once from beginning to end. A file that must appear under its name complete is
+// an AtomicFile (atomic_file.h).
 #pragma once
 
 #include <cstddef>
@@ -20,19 +20,19 @@ namespace tessera {
 /// on disk; its name is durable once its folder is (sync_folder). Returns the content's hash.
 /// Errors: kIo naming it.
 Hash128 write_hashed_file(const std::filesystem::path& path, std::span<const std::byte> bytes);
-/// The same of several chunks, one behind the other.
+/// The same for several chunks, in order.
 Hash128 write_hashed_chunks(const std::filesystem::path& path,
                             const std::vector<std::span<const std::byte>>& chunks);
 
-/// Where bytes of a file are wanted: those from `offset` on, as many as `to` has.
+/// The bytes of a file that are wanted: those from `offset` on, as many as `to` has.
 struct WantedBytes {
   std::int64_t offset = 0;
   std::span<std::byte> to;
 };
 
-/// Reads a file from beginning to end and returns its content's hash; bytes that are wanted are
-/// left where they are wanted. `wanted` may come in any order, without overlap. Errors: kIo; kUsage
-/// for bytes outside the file or wanted twice.
+/// Reads a file from beginning to end and returns its content's hash; copies the wanted bytes to
+/// where they are wanted. `wanted` may be in any order, without overlap. Errors: kIo; kUsage for
+/// bytes outside the file or wanted twice.
 Hash128 read_hashed_file(const InputFile& file, std::vector<WantedBytes> wanted = {});
 
 }  // namespace tessera

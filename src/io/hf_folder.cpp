@@ -109,14 +109,14 @@ bool is_there(const fs::path& path) {
   return fs::exists(fs::symlink_status(path, ignored));
 }
 
-/// What peft writes, and `convert` of adapters, has no config.json either.
+/// Refuses a folder without config.json; what peft and `convert` of adapters write has none.
 void require_config(const fs::path& folder) {
   const fs::path config = folder / "config.json";
   if (is_there(config)) return;
   TESSERA_CHECK(!is_there(folder / "adapter_config.json"), ErrorKind::kIo, "cannot open ",
                 shown(folder), ": found a LoRA adapter (adapter_config.json), expected ",
                 kModelFolder,
-                "; give the folder of the model that it stands beside, or, for both together, the "
+                "; give the folder of the model that it adapts, or, for both together, the "
                 "folder of the run that trained it");
   TESSERA_CHECK(false, ErrorKind::kIo, "cannot open ", shown(config),
                 ": found no such file, expected ", kModelFolder, ", or the folder of a run");
@@ -138,7 +138,7 @@ void log_files_next_to_index(const fs::path& folder) {
   } catch (const Error&) {
     others = "which cannot be read";  // nor need it be
   }
-  log::warn(shown(folder), ": found ", kSingleFile, " beside ", kIndexFile, ", ", others, ": ",
+  log::warn(shown(folder), ": found ", kSingleFile, " next to ", kIndexFile, ", ", others, ": ",
             kSingleFile, " is read, as transformers does; remove the one that is left over");
 }
 

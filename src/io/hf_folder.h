@@ -1,11 +1,12 @@
-// A model folder as the Hugging Face hub publishes it: config.json beside safetensors files, and
-// how a model's tensors are divided over these, as a value: planned, written and read.
+// HfFolder: a model folder as the Hugging Face hub publishes it: config.json next to safetensors
+// files. And the distribution of a model's tensors over these files, as a value that is planned,
+// written and read.
 //
 // One file is model.safetensors; several are model-00001-of-0000N.safetensors with
-// model.safetensors.index.json, which says what lies where. The index's text is judged by itself
-// (parse_hf_index); whether the files exist and hold what it says is checked where they are opened:
-// opening reads the config's text and every header, and checks that index and files agree; no
-// weight is read. What the names mean is the business of models/. Next: models/family.h.
+// model.safetensors.index.json, which says which file holds which tensor. The index's text is
+// checked by itself (parse_hf_index); whether the files exist and hold what it says is checked when
+// they are opened: opening reads the config's text and every header, and checks that index and
+// files agree; no weight is read. models/ interprets the names. Next: models/family.h.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +31,11 @@ struct HfShard {
 /// Units: bytes of tensor data.
 std::int64_t size_bytes(const TensorSpec& tensor);
 
-/// Filled one after the other in the order of `tensors`; a tensor larger than `max_bytes` has a
-/// file of its own. At least one file.
+/// Fills files one after the other in the order of `tensors`; a tensor larger than `max_bytes` has
+/// a file of its own. Returns at least one file.
 std::vector<HfShard> plan_shards(const std::vector<TensorSpec>& tensors, std::int64_t max_bytes);
 
-/// model.safetensors.index.json of these files.
+/// Returns model.safetensors.index.json of these files.
 std::string index_json(const std::vector<HfShard>& shards);
 
 /// model.safetensors.index.json as a value: which file holds which tensor.
@@ -47,8 +48,8 @@ struct HfIndex {
 /// under `metadata` are wrong in published folders that tie weights.
 HfIndex parse_hf_index(std::string_view text, std::string_view where);
 
-/// "5GB", "500MB", "2KB" (powers of 1000), "1GiB", ... (of 1024), "4096": bytes, as byte_size() reads them. Errors: kUsage for
-/// anything else and for 0.
+/// Returns the bytes that "5GB", "500MB", "2KB" (powers of 1000), "1GiB", ... (of 1024) or "4096"
+/// mean, as byte_size() reads them. Errors: kUsage for anything else and for 0.
 std::int64_t parse_byte_size(std::string_view text, std::string_view option);
 
 /// Parts of messages: what is expected where a path is no model folder, and a hint where nothing is
@@ -63,17 +64,16 @@ class HfFolder {
     const TensorInfo* info = nullptr;
   };
 
-  /// With model.safetensors that file, else all files that model.safetensors.index.json names.
-  /// Errors: kIo for whatever is missing; kFormat for malformed files, a tensor that index and
-  /// files do not agree on or that two files hold, a file or link that leads outside the folder
-  /// (the blobs of a hub cache, where the folder is one of its snapshots, are inside).
+  /// Opens model.safetensors where it exists, else all files that model.safetensors.index.json
+  /// names. Errors: kIo for anything missing; kFormat for malformed files, a tensor on which index
+  /// and files disagree or that two files hold, a file or link that leads outside the folder (the
+  /// blobs of a hub cache, where the folder is one of its snapshots, count as inside).
   static HfFolder open(const std::filesystem::path& folder);
 
-  /// One safetensors file by itself, for looking into it: tensors without a config. Errors: as
-  /// open().
+  /// Opens a single safetensors file, for inspection: tensors without a config. Errors: as open().
   static HfFolder of_file(const std::filesystem::path& file);
 
-  /// Only config.json's text, for a model that starts from scratch. `path` is the file.
+  /// Returns only config.json's text, for a model that starts from scratch. `path` is the file.
   static std::string read_config_text(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return path_; }
@@ -89,7 +89,7 @@ class HfFolder {
   /// kUsage outside the tensor.
   std::span<const std::byte> range(std::string_view name, std::int64_t begin_element,
                                    std::int64_t end_element) const;
-  /// Gives the pages of a view of `name` back.
+  /// Releases the pages of a view of `name`.
   void release(std::string_view name, std::span<const std::byte> view) const;
 
   /// Units: bytes of tensor data in all files.
@@ -109,7 +109,7 @@ class HfFolder {
   std::map<std::string, Tensor, std::less<>> tensors_;
 };
 
-/// Its tensors as a TensorSource.
+/// The tensors of a folder as a TensorSource.
 class HfTensors final : public TensorSource {
  public:
   explicit HfTensors(HfFolder folder);
@@ -117,7 +117,7 @@ class HfTensors final : public TensorSource {
   const HfFolder& folder() const { return folder_; }
   const std::filesystem::path& path() const override { return folder_.path(); }
   const Tensors& tensors() const override { return tensors_; }
-  /// Gives the pages of the mapping back.
+  /// Copies, and then releases the pages of the mapping.
   void read(std::string_view name, std::int64_t begin, std::int64_t end,
             std::span<std::byte> out) const override;
 

@@ -27,7 +27,7 @@ std::int64_t count_kept_tokens(const MappedFile& mask, std::int64_t begin, std::
   return kept;
 }
 
-/// Tokens [begin, end) of a block.
+/// The tokens [begin, end) of a block.
 struct BlockTokens {
   BlockTokens(std::int64_t block, std::int64_t tokens)
       : begin(block * LabelIndex::kBlockTokens),
@@ -40,7 +40,7 @@ struct BlockTokens {
                                const MappedFile& mask) {
   throw Error(ErrorKind::kFormat,
               concat(path.native(), ": found ", found, ", expected the index of ",
-                     shown(mask.path()), "; remove it, and it is made anew"));
+                     shown(mask.path()), "; remove it, and it is made again"));
 }
 
 }  // namespace
@@ -96,7 +96,8 @@ void LabelIndex::check_block(const MappedFile& mask, std::int64_t block) const {
   const std::int64_t there = count_kept_tokens(mask, of.begin, of.end);
   if (there == kept_in(block)) return;
   refuse_index(
-      path_, concat(kept_in(block), " kept labels in block ", block, " where the mask has ", there),
+      path_,
+      concat(kept_in(block), " unmasked targets in block ", block, " where the mask has ", there),
       mask);
 }
 

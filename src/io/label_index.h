@@ -1,8 +1,9 @@
-// How many kept labels a mask has, block by block: NAME.labels.bin beside NAME.mask.bin.
+// LabelIndex: the number of unmasked targets in each block of a mask: NAME.labels.bin next to
+// NAME.mask.bin.
 //
-// Whether a row has a label is known from it without a look at the mask, but at the two blocks which
-// the row shares with its neighbours; so a run begins without reading a mask of its data's length.
-// tools/tokenize.py writes it, and whoever finds it missing makes it once. Next: token_source.h.
+// It tells whether a row has a target without a read of the mask, except for the two blocks that
+// the row shares with its neighbours; so a run begins without reading a mask as long as its data.
+// tools/tokenize.py writes it, and a run that finds it missing makes it once. Next: token_source.h.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +15,14 @@
 namespace tessera {
 
 /// The file: little-endian uint64, first the number of tokens, then for each block of kBlockTokens
-/// how many bytes of the mask that are not 0 lie before its end.
+/// the number of bytes of the mask that are not 0 before the block's end.
 class LabelIndex {
  public:
   static constexpr std::int64_t kBlockTokens = 4096;
 
-  /// Reads it. Errors: kIo; kFormat where it is not of `mask`: another length or number of tokens,
-  /// counts that cannot be, or other than those of the first, the middle and the last block.
+  /// Reads it. Errors: kIo; kFormat where it does not belong to `mask`: another length or number of
+  /// tokens, impossible counts, or counts other than those of the first, the middle and the last
+  /// block.
   LabelIndex(const std::filesystem::path& path, const MappedFile& mask);
   /// Counts all of `mask`.
   explicit LabelIndex(const MappedFile& mask);
@@ -29,8 +31,8 @@ class LabelIndex {
   void write(const std::filesystem::path& path) const;
 
   std::int64_t kept() const { return ends_.empty() ? 0 : ends_.back(); }
-  /// Whether one of the tokens [begin, end) is kept. Errors: kFormat where the mask has other labels
-  /// than the index.
+  /// Whether one of the tokens [begin, end) is an unmasked target. Errors: kFormat where the mask
+  /// has other labels than the index.
   bool any(const MappedFile& mask, std::int64_t begin, std::int64_t end) const;
 
  private:
@@ -39,7 +41,7 @@ class LabelIndex {
 
   std::filesystem::path path_;  // empty where it was counted
   std::int64_t tokens_;
-  std::vector<std::int64_t> ends_;  // kept labels before the end of each block
+  std::vector<std::int64_t> ends_;  // unmasked targets before the end of each block
 };
 
 }  // namespace tessera

@@ -13,7 +13,7 @@ namespace tessera {
 SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
     : file_(path),
       header_(parse_safetensors_header(file_.bytes(), file_.size_bytes(), path.native())) {
-  if (!header_.tensors.empty()) {  // nobody reads the header's text again
+  if (!header_.tensors.empty()) {  // the header's text is not read again
     file_.release(file_.bytes().first(static_cast<std::size_t>(header_.tensors.front().begin)));
   }
 }
@@ -60,7 +60,7 @@ std::string json_string(const std::string& text) {
   }
 }
 
-/// Offsets are relative to the data part here, as the header's text has them.
+/// Offsets are relative to the data part here, as in the header's text.
 SafetensorsHeader lay_out(std::vector<TensorSpec> tensors, TensorOrder order) {
   if (order == TensorOrder::kAligned) {
     std::sort(tensors.begin(), tensors.end(), [](const TensorSpec& a, const TensorSpec& b) {

@@ -1,7 +1,7 @@
 // Safetensors files: read in place, and written when their tensors are known before the first byte.
 //
 // The header is read and checked at open (safetensors_header.h); the data stays in the file until a
-// range of it is accessed. Bytes are handed out as bytes: the format does not promise alignment, so
+// range of it is accessed. Data is handed out as bytes: the format does not promise alignment, so
 // callers copy out of a span instead of casting it.
 //
 // A writer is given names, dtypes and shapes first, so that the header and all offsets are fixed;
@@ -47,7 +47,7 @@ class SafetensorsFile {
   std::span<const std::byte> range(const TensorInfo& tensor, std::int64_t begin_element,
                                    std::int64_t end_element) const;
 
-  /// Gives the pages of a view back once it was copied out (MappedFile::release).
+  /// Releases the pages of a view once it was copied out (MappedFile::release).
   void release(std::span<const std::byte> view) const { file_.release(view); }
 
  private:
@@ -67,7 +67,7 @@ enum class TensorOrder {
   kGiven,
 };
 
-/// A file without its data: for who holds all of it and writes it in one go.
+/// A file without its data, for callers that hold all of it and write it in one go.
 struct SafetensorsLayout {
   SafetensorsHeader header;  ///< offsets and names as a reader of the file will see them
   std::string beginning;     ///< the bytes before the data
@@ -97,7 +97,7 @@ class SafetensorsWriter {
   void write_range(std::string_view name, std::int64_t begin_element,
                    std::span<const std::byte> bytes);
 
-  /// Gives the file its name. Errors: kUsage where an element was written not once; kIo.
+  /// Gives the file its name. Errors: kUsage where an element was not written exactly once; kIo.
   void finish();
 
  private:

@@ -38,9 +38,9 @@ constexpr std::array<DTypeName, 15> kDTypeNames{{{DType::kFloat64, "F64"},
                                                  {DType::kUInt8, "U8"},
                                                  {DType::kBool, "BOOL"}}};
 
-/// Takes the events of nlohmann's parser, which keeps no call stack of its own, and accepts exactly
-/// the three levels of a header. Anything else ends the parse at once, so neither depth nor the
-/// number of values can hurt.
+/// Takes the events of nlohmann's parser, which uses no call stack, and accepts exactly the three
+/// levels of a header. Anything else ends the parse at once, so neither depth nor the number of
+/// values can do harm.
 class HeaderReader {
  public:
   using Json = nlohmann::json;
@@ -48,7 +48,7 @@ class HeaderReader {
   HeaderReader(SafetensorsHeader& header, std::string_view where)
       : header_(header), where_(where) {}
 
-  // The parser's events, by the names that it calls.
+  // The parser's events, under the names that it calls.
   bool null() { return unexpected("null"); }
   bool boolean(bool) { return unexpected("a boolean"); }
   bool number_float(double, const std::string& text) { return unexpected(text); }
@@ -80,7 +80,7 @@ class HeaderReader {
   SafetensorsHeader& header_;
   std::string_view where_;
   Place place_ = Place::kOutside;
-  std::string key_;  // of the object that is open, where a value is awaited
+  std::string key_;  // of the open object, where a value is expected
   bool has_metadata_ = false;
   std::optional<DType> dtype_;
   std::optional<std::vector<std::int64_t>> shape_;
@@ -230,7 +230,7 @@ bool HeaderReader::parse_error(std::size_t at, const std::string&, const Json::e
                                          " of the header: ", complaint_of(error)));
 }
 
-/// The bytes of the JSON text, after the length in front of it has been checked against the file.
+/// Returns the bytes of the JSON text, after checking the length in front of it against the file.
 std::span<const std::byte> header_text_of(std::span<const std::byte> first_bytes,
                                           std::int64_t file_size, std::string_view where) {
   TESSERA_CHECK(file_size >= kLengthBytes && first_bytes.size() >= kLengthBytes, ErrorKind::kFormat,

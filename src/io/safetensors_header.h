@@ -1,9 +1,9 @@
-// The header of a safetensors file as a value: which tensor lies where.
+// The header of a safetensors file as a value: the place of each tensor.
 //
 // A file is an 8-byte little-endian length, that many bytes of JSON, and the tensors' bytes one
 // after the other without a gap. Everything about it is checked here, before a byte of data is
-// accessed, from the header and the file's size alone; the file itself is read by safetensors.h.
-// Source: github.com/huggingface/safetensors, README, "Format".
+// accessed, using only the header and the file's size; safetensors.h reads the file itself. Source:
+// github.com/huggingface/safetensors, README, "Format".
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
 
 namespace tessera {
 
-/// Units: bytes. What the reference reader accepts at most.
+/// The largest header that the reference reader accepts, in bytes.
 inline constexpr std::int64_t kMaxSafetensorsHeaderBytes = 100'000'000;
 /// No real tensor has more dims; without a cap one header could declare millions.
 inline constexpr std::size_t kMaxTensorDims = 64;
@@ -44,11 +44,11 @@ struct SafetensorsHeader {
   const TensorInfo* find(std::string_view name) const;  ///< nullptr where there is none
 };
 
-/// "F32", "BF16", ... as the format spells them.
+/// Returns "F32", "BF16", ... as the format spells them.
 std::string_view safetensors_name(DType dtype);
 
-/// Elements of a shape. Errors: `kind` for a negative dim or where elements x size do not fit into
-/// 63 bits; `what` names the tensor.
+/// Returns the number of elements of a shape. Errors: `kind` for a negative dim or where elements x
+/// size do not fit into 63 bits; `what` names the tensor.
 std::int64_t checked_numel(std::span<const std::int64_t> shape, DType dtype, ErrorKind kind,
                            std::string_view what);
 

@@ -42,10 +42,10 @@ std::optional<DType> bulk_dtype(const std::map<DType, std::int64_t>& elements) {
 
 namespace {
 
-/// Held beside what is read.
+/// The limit of memory in addition to what is read.
 constexpr std::int64_t kMostBytes = std::int64_t{4} << 20;
-/// Rows that begin further from each other are read one by one: what lies between them would cost
-/// more than a call does.
+/// Rows that begin further apart are read one by one: the bytes between them would cost more than a
+/// call does.
 constexpr std::int64_t kFarBytes = std::int64_t{256} << 10;
 
 using Read = std::function<void(std::int64_t, std::int64_t, std::span<std::byte>)>;
@@ -90,7 +90,7 @@ class BoxReader {
   }
   std::int64_t left_in_row(std::int64_t index) const { return row_ - index % row_; }
 
-  /// Up to where elements are read in one call: rows, as long as they lie close together.
+  /// Returns the end of the elements that one call reads: rows, as long as they are close together.
   std::int64_t end_of_span(std::int64_t at) const {
     const std::int64_t first = position(at);
     std::int64_t last = std::min(wanted_.elements.end, at + left_in_row(at));
@@ -121,7 +121,7 @@ class BoxReader {
   const RangeOfBox& wanted_;
   std::span<std::byte> out_;
   const Read& read_;
-  std::int64_t row_;  // elements that follow one another in the tensor too
+  std::int64_t row_;  // elements that are consecutive in the tensor, too
   std::vector<std::byte> buffer_;
 };
 

@@ -1,8 +1,8 @@
-// A model's tensors wherever they lie: a Hugging Face folder, a checkpoint of a run; and ranges of
-// boxes of them.
+// TensorSource: a model's tensors from any place (a Hugging Face folder, a checkpoint of a run),
+// and ranges of boxes of them.
 //
-// Names are Hugging Face's, bytes are copied out in ranges, so that whoever reads a model needs not
-// know its files and never holds it whole. Implementations: hf_folder.h, checkpoint_folder.h,
+// Names are Hugging Face's, and bytes are copied out in ranges, so that a reader of a model need
+// not know its files and never holds it whole. Implementations: hf_folder.h, checkpoint_folder.h,
 // unpacked/mxfp4_tensors.h, unpacked/fp8_tensors.h.
 #pragma once
 
@@ -26,12 +26,13 @@ namespace tessera {
 struct SourceTensor {
   DType dtype = DType::kFloat32;
   std::vector<std::int64_t> shape;
-  /// What the tensor was published as: of a checkpoint the dtype in the folder that training began
-  /// with, where there was one.
+  /// The dtype in which the tensor was published: for a checkpoint that of the folder with which
+  /// training began, where there was one.
   DType original = DType::kFloat32;
-  /// Its values lie in another form in the file: the dtype says nothing of what is published.
+  /// Whether the file holds its values in another form: then the dtype does not tell what was
+  /// published.
   bool unpacked = false;
-  /// The dtype in the file, where what is read of it is rounded to `dtype`.
+  /// The dtype in the file, where the values that are read are rounded to `dtype`.
   std::optional<DType> rounded_from = {};
 
   std::int64_t numel() const;
@@ -54,20 +55,20 @@ class TensorSource {
   virtual void read(std::string_view name, std::int64_t begin, std::int64_t end,
                     std::span<std::byte> out) const = 0;
 
-  /// A file with weights whose hash is on record, not yet compared: verify() does.
+  /// A file with weights whose hash is on record but not yet compared: verify() does that.
   struct HashedFile {
     std::string name;
     std::int64_t bytes = 0;
   };
-  /// None where the format has no hashes.
+  /// Returns none where the format has no hashes.
   virtual std::vector<HashedFile> hashed_files() const { return {}; }
   /// Reads the file through once. Errors: kFormat naming the file; kIo.
   virtual void verify(const HashedFile& /*file*/) const {}
 
   const SourceTensor* find(std::string_view name) const;  ///< nullptr where there is none
 
-  /// The floating dtype of most floating elements, as they were published (the narrower of two
-  /// equals); none where no tensor is floating. Unpacked ones do not count.
+  /// Returns the floating dtype of most floating elements, as they were published (the narrower of
+  /// two equals); none where no tensor is floating. Unpacked tensors do not count.
   std::optional<DType> bulk_dtype() const;
 
  protected:
@@ -76,7 +77,7 @@ class TensorSource {
   TensorSource& operator=(const TensorSource&) = default;
 };
 
-/// The floating dtype that has most elements, the narrower of two equals.
+/// Returns the floating dtype that has most elements, the narrower of two equals.
 std::optional<DType> bulk_dtype(const std::map<DType, std::int64_t>& elements);
 
 /// Elements of a flattened box of a tensor.
@@ -88,7 +89,7 @@ struct RangeOfBox {
 };
 
 /// Copies them to `out`, which has exactly their bytes; `read(first, last, out)` copies elements of
-/// the flattened tensor. Rows that lie close together are read in one go, with what stands between
+/// the flattened tensor. Rows that are close together are read in one go, with the bytes between
 /// them. Errors: those of `read`; kInternal for a box that is not inside the tensor.
 void read_box(const RangeOfBox& wanted, std::span<std::byte> out,
               const std::function<void(std::int64_t, std::int64_t, std::span<std::byte>)>& read);

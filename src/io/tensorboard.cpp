@@ -73,22 +73,23 @@ std::vector<std::string> event_files(const fs::path& folder) {
   for (const auto& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename();
     if (!name.starts_with(kPrefix)) continue;
-    require_no_link(entry.path());  // nor removed: who placed it there meant it for something
+    // nor is it removed: the user who placed it there meant it for something
+    require_no_link(entry.path());
     names.push_back(name);
   }
   std::sort(names.begin(), names.end());
   return names;
 }
 
-/// Readers take files in the order of their names: the seconds in it never go back, whatever the
-/// clock does, and a number follows for files of one second.
+/// Returns the next file's name. Readers take files in the order of their names, so the seconds in
+/// it never go back, even if the clock does, and a number follows for files of one second.
 std::string next_name(const std::vector<std::string>& names) {
   auto seconds = static_cast<long long>(now_in_seconds());
   auto number = static_cast<long long>(names.size());
   if (!names.empty()) {
     const std::string last = names.back().substr(kPrefix.size());
     seconds = std::max(seconds, std::atoll(last.substr(0, kSecondsDigits).c_str()));
-    // Others may be gone, so that the number of those left is one that is taken.
+    // Other files may be gone, so the number of the remaining ones may be taken.
     if (const auto point = last.find('.'); point != std::string::npos) {
       number = std::max(number, std::atoll(last.substr(point + 1).c_str()) + 1);
     }

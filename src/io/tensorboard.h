@@ -5,9 +5,9 @@
 // file_version or session_log, summary. Pure. Source: tensorflow's event.proto, summary.proto and
 // record_writer.cc.
 //
-// A run that is resumed writes a further file. Its second record is a session log with status START
-// at the first step that it will write: readers then drop what earlier files say of that step and
-// of later ones, so steps that ran twice are shown once.
+// A resumed run writes another file. Its second record is a session log with status START at the
+// first step that it will write: readers then drop what earlier files say of that step and of later
+// ones, so steps that ran twice are shown once.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Scalar {
   double value = 0;  ///< stored as float32, as TensorBoard does
 };
 
-/// `payload` framed as one record.
+/// Frames `payload` as one record.
 std::string tfrecord(std::string_view payload);
 
 /// The three kinds of Event message; `wall_time` in seconds since 1970.
@@ -37,9 +37,9 @@ std::string scalars_event(double wall_time, std::int64_t step, const std::vector
 /// One event file of a run.
 class EventFile {
  public:
-  /// Begins a new file in `folder` (made if missing) whose name sorts behind those that are there.
-  /// `first_step` is the first that will be written; a run that starts anew (1) removes the event
-  /// files of an earlier one. Errors: kIo.
+  /// Begins a new file in `folder` (made if missing) whose name sorts after those that are there.
+  /// `first_step` is the first that will be written; a run that starts from scratch (1) removes the
+  /// event files of an earlier one. Errors: kIo.
   EventFile(const std::filesystem::path& folder, std::int64_t first_step);
 
   /// Hands one record to the system. Errors: kIo.

@@ -187,7 +187,7 @@ void TokenFile::copy(std::int64_t begin, std::span<std::int64_t> out) const {
   } else {
     widen<std::uint32_t>(bytes, out);
   }
-  // Rows come in random order: kept, their pages would add up to the whole file.
+  // Rows come in random order: if their pages were kept they would add up to the whole file.
   tokens_.release(bytes);
 }
 
@@ -224,8 +224,8 @@ LabelIndex TokenFile::open_labels() const {
   try {
     made.write(path);
   } catch (
-      const Error& error) {  // a folder of somebody else's; it costs the next run the same again
-    log::info(error.what(), ": the index of kept labels is not kept");
+      const Error& error) {  // the folder may belong to another user; the next run counts again
+    log::info(error.what(), ": the index of unmasked targets is not stored");
   }
   return made;
 }
@@ -234,7 +234,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Each file is a mapping and a process has 65530 by default; others need some too.
+// Each file is a mapping and a process has 65530 by default; other code needs some, too.
 constexpr std::size_t kMaxFiles = 16384;
 
 }  // namespace
@@ -257,7 +257,7 @@ std::vector<fs::path> text_files(const fs::path& path) {
 
 struct JoinedTokens::Chunk {
   TokenSource& part;
-  std::int64_t begin;  // in the part
+  std::int64_t begin;  // offset within the part
   std::int64_t count;
 };
 

@@ -1,8 +1,8 @@
-// Where training tokens come from: one long row of ids, read by position; made beforehand, or plain
+// TokenSource: training tokens as one long row of ids, read by position: made beforehand, or plain
 // text as bytes, or several of these one after the other.
 //
-// A source says nothing about rows, batches or order; that is train/data. Sources are read from
-// mappings and hold no copy.
+// A source says nothing about rows, batches or order, which belong to train/data. Sources are read
+// from mappings and hold no copy.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@
 
 namespace tessera {
 
-/// Where a token stands, as messages say it.
+/// The place of a token, as messages name it.
 struct TokenPlace {
   std::string name;
-  std::int64_t position = 0;  ///< in what the name says
+  std::int64_t position = 0;  ///< position in what `name` says
 };
 
 class TokenSource {
@@ -32,8 +32,8 @@ class TokenSource {
 
   virtual std::int64_t num_tokens() const = 0;
 
-  /// Ids of the tokens [begin, begin + out.size()). Errors: kUsage outside the source. Threads:
-  /// any.
+  /// Copies the ids of the tokens [begin, begin + out.size()). Errors: kUsage outside the source.
+  /// Threads: any.
   virtual void copy(std::int64_t begin, std::span<std::int64_t> out) const = 0;
 
   /// Whether some tokens are no targets.
@@ -42,22 +42,24 @@ class TokenSource {
   /// 1 where the token is a target, 0 where its label is -100. Errors and threads: as copy().
   virtual void copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const;
 
-  /// Whether one of the tokens [begin, end) is a target. Of a long mask without an index the first
-  /// call makes one beside it (where it cannot be written, in memory): one rank calls this. Errors:
-  /// kUsage outside the source; kFormat for an index that is not the mask's. Threads: one.
+  /// Whether one of the tokens [begin, end) is a target. For a long mask without an index the first
+  /// call writes one next to it (or keeps it in memory where it cannot be written), so only one
+  /// rank calls this. Errors: kUsage outside the source; kFormat for an index that is not the
+  /// mask's. Threads: one.
   virtual bool has_target(std::int64_t begin, std::int64_t end);
 
-  /// Errors: kFormat where ids of this source cannot be below `vocab_size`, whatever it holds. Ids
-  /// that are read are checked by who reads them (check_ids).
+  /// Errors: kFormat where no content of this source could have only ids below `vocab_size`. The
+  /// reader of ids checks them (check_ids).
   virtual void check_vocabulary(std::int64_t /*vocab_size*/) const {}
 
-  /// The file of a token.
+  /// Returns the file of a token.
   virtual TokenPlace place(std::int64_t position) const { return {name(), position}; }
 
   /// The path that messages show.
   virtual std::string name() const = 0;
 
-  /// A line a file, by its own name and not its folder's: what can be told of it without reading it.
+  /// Returns a line a file, by its own name and not its folder's: what is known of it without
+  /// reading it.
   virtual std::vector<std::string> files() const = 0;
 
  protected:
@@ -68,40 +70,42 @@ class TokenSource {
   void check_range(std::int64_t begin, std::size_t count) const;
 };
 
-/// `ids`: those from `begin` on. Errors: kFormat naming the first id >= `vocab_size`, its file and
-/// position, and what to do.
+/// `ids` are those from `begin` on. Errors: kFormat naming the first id >= `vocab_size`, its file
+/// and position, and a remedy.
 void check_ids(const TokenSource& source, std::int64_t begin, std::span<const std::int64_t> ids,
                std::int64_t vocab_size);
 
-/// What NAME.json says of NAME.bin: {"dtype": "uint16"|"uint32", "num_tokens", "vocab_size"}; or
-/// what the header of a shard says.
+/// The description of NAME.bin in NAME.json: {"dtype": "uint16"|"uint32", "num_tokens",
+/// "vocab_size"}; or in the header of a shard.
 struct TokenFileInfo {
   DType dtype = DType::kUInt16;
   std::int64_t num_tokens = 0;
-  std::int64_t vocab_size = 0;    ///< of the tokenizer; the model's may differ; 0: it is not said
+  std::int64_t vocab_size = 0;    ///< the tokenizer's; the model's may differ; 0: unknown
   std::int64_t header_bytes = 0;  ///< before the first token
   bool operator==(const TokenFileInfo&) const = default;
 };
 
-/// NAME.json's text. Other keys are allowed (a tokenizer's name, ...). Errors: kFormat.
+/// Parses NAME.json's text. Other keys are allowed (a tokenizer's name, ...). Errors: kFormat.
 TokenFileInfo parse_token_file_info(std::string_view text, std::string_view where);
 
 inline constexpr std::int64_t kShardHeaderBytes = 1024;
 
-/// The header of a .bin shard as llm.c writes it: 256 little-endian int32, the first three of them
-/// magic, version and how many tokens follow. 20240520, 1: uint16 tokens of GPT-2; 20240801, 7:
-/// uint32 ones of Llama 3. none: `begin` does not begin with such a magic. Errors: kFormat for another
-/// version, or no token. Source: github.com/karpathy/llm.c, dev/data/data_common.py.
+/// Parses the header of a .bin shard as llm.c writes it: 256 little-endian int32, the first three
+/// of them magic, version and the number of tokens that follow. 20240520, 1: uint16 tokens of
+/// GPT-2; 20240801, 7: uint32 tokens of Llama 3. Returns none where `begin` does not begin with
+/// such a magic. Errors: kFormat for another version, or no token. Source:
+/// github.com/karpathy/llm.c, dev/data/data_common.py.
 std::optional<TokenFileInfo> parse_shard_header(std::span<const std::byte> begin,
                                                 std::string_view where);
 
-/// Of NAME.bin: by NAME.json where it is there, else by a shard's header. Errors: kIo where there is
-/// neither; kFormat, also where the file has not as many bytes as that says.
+/// Reads the description of NAME.bin from NAME.json where that exists, else from a shard's header.
+/// Errors: kIo where there is neither; kFormat, also where the file's size differs from the
+/// description.
 TokenFileInfo read_token_file_info(const std::filesystem::path& path);
 
-/// Tokens made beforehand: NAME.bin beside NAME.json, and perhaps NAME.mask.bin; or a shard. NAME.bin
-/// holds raw little-endian ids and nothing else; NAME.mask.bin has a byte a token, 0 = not a target,
-/// NAME.labels.bin its index. Written by tools/tokenize.py.
+/// Tokens made beforehand: NAME.bin next to NAME.json, and perhaps NAME.mask.bin; or a shard.
+/// NAME.bin holds raw little-endian ids and nothing else; NAME.mask.bin has a byte a token, 0 = not
+/// a target, NAME.labels.bin its index. tools/tokenize.py writes them.
 class TokenFile final : public TokenSource {
  public:
   /// `path` is NAME.bin. Reads no token. Errors: as read_token_file_info, and for a mask of another
@@ -125,11 +129,11 @@ class TokenFile final : public TokenSource {
   TokenFileInfo info_;
   MappedFile tokens_;
   std::optional<MappedFile> mask_;
-  std::optional<LabelIndex> labels_;  // none until somebody asks
+  std::optional<LabelIndex> labels_;  // none until the first request
 };
 
-/// A text file itself, or the *.txt files of a folder in the order of their names (folders below it
-/// are not entered). Errors: kIo.
+/// Returns a text file itself, or the *.txt files of a folder in the order of their names (folders
+/// below it are not entered). Errors: kIo.
 std::vector<std::filesystem::path> text_files(const std::filesystem::path& path);
 
 /// Several sources read as one row, in their order.
@@ -138,7 +142,7 @@ class JoinedTokens : public TokenSource {
   /// At least one.
   explicit JoinedTokens(std::vector<std::unique_ptr<TokenSource>> parts);
 
-  /// The position behind the last token of each part.
+  /// The position after the last token of each part.
   std::span<const std::int64_t> ends() const { return ends_; }
 
   std::int64_t num_tokens() const override { return ends_.back(); }
@@ -153,7 +157,7 @@ class JoinedTokens : public TokenSource {
 
  private:
   struct Chunk;
-  /// What [begin, begin + count) is of which parts.
+  /// Returns the parts, and their ranges, that make up [begin, begin + count).
   std::vector<Chunk> chunks(std::int64_t begin, std::int64_t count) const;
 
   std::vector<std::unique_ptr<TokenSource>> parts_;

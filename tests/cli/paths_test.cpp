@@ -182,7 +182,7 @@ TEST_F(RunAsModel, OfAdaptersConvertedIsRefusedWithWhatToGiveInstead) {
                 AllOf(StartsWith("tessera: io: " + key + ": cannot open '"),
                       Says("lora': found a LoRA adapter (adapter_config.json), expected a "
                            "model folder"),
-                      Says("give the folder of the model that it stands beside, or, for both "
+                      Says("give the folder of the model that it adapts, or, for both "
                            "together, the folder of the run that trained it")));
     EXPECT_EQ(everything_in(folder_), before);
   };

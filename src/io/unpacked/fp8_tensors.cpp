@@ -17,10 +17,11 @@ namespace tessera {
 namespace {
 
 constexpr std::string_view kScale = "_scale_inv";
-constexpr std::int64_t kChunk = std::int64_t{1} << 20;  // elements held beside what is asked for
+// the limit of elements that are held in addition to the requested ones
+constexpr std::int64_t kChunk = std::int64_t{1} << 20;
 
-/// Of each code: a sign, four bits of exponent (bias 7), three of mantissa; both codes whose lower
-/// seven bits are set are NaN, and there is no infinity.
+/// Returns the value of each code: a sign, four bits of exponent (bias 7), three of mantissa; both
+/// codes whose lower seven bits are set are NaN, and there is no infinity.
 std::array<float, 256> e4m3_values() {
   std::array<float, 256> values{};
   for (unsigned code = 0; code < 256; ++code) {
@@ -34,13 +35,13 @@ std::array<float, 256> e4m3_values() {
   return values;
 }
 
-/// To nearest, halves to even; of what is finite.
+/// Rounds a finite value to nearest, halves to even.
 std::uint16_t to_bfloat16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   return static_cast<std::uint16_t>((bits + 0x7FFFU + (bits >> 16U & 1U)) >> 16U);
 }
 
-/// From here on a float32 is rounded to infinity.
+/// A float32 of at least this value is rounded to infinity.
 constexpr float kTooLarge = 0x1.FFp127F;
 
 std::int64_t parts_of(std::int64_t size, std::int64_t block) { return (size + block - 1) / block; }
@@ -113,7 +114,7 @@ const std::vector<float>& Fp8Tensors::factors_of(const std::string& name,
   held_.resize(static_cast<std::size_t>(shape.blocks));
   packed_->read(name + std::string(kScale), 0, shape.blocks,
                 std::as_writable_bytes(std::span(held_)));
-  // Nobody who rounds writes one: the codes have the signs.
+  // No rounding code writes a negative one: the codes have the signs.
   const auto negative = std::ranges::find_if(held_, [](float factor) { return factor < 0; });
   TESSERA_CHECK(negative == held_.end(), ErrorKind::kFormat, path().string(), ": ",
                 printable(name + std::string(kScale)), ": found the factor ", *negative,

@@ -23,7 +23,7 @@ constexpr int kExponentBias = 127;
 constexpr std::uint8_t kScaleOfNan = 255;
 constexpr std::array<float, 8> kE2m1{0.0F, 0.5F, 1.0F, 1.5F, 2.0F, 3.0F, 4.0F, 6.0F};
 
-/// The value of each four-bit code under each scale. Exact but for what is too large.
+/// The value of each four-bit code under each scale. Exact, except for values that are too large.
 struct Values {
   std::array<std::array<std::uint16_t, 16>, 256> bits{};
   Values() {
@@ -58,7 +58,7 @@ Mxfp4Tensors::Mxfp4Tensors(std::shared_ptr<const TensorSource> packed)
     if (!name.ends_with(kScales)) continue;
     const std::string blocks = name.substr(0, name.size() - kScales.size()).append(kBlocks);
     TESSERA_CHECK(packed_->find(blocks) != nullptr, ErrorKind::kFormat, path().string(),
-                  ": found no tensor ", printable(blocks), ", expected one beside ",
+                  ": found no tensor ", printable(blocks), ", expected one next to ",
                   printable(name));
   }
   for (const std::string& name : names) add(name);
@@ -71,9 +71,9 @@ void Mxfp4Tensors::add(const std::string& name) {
   const SourceTensor* const scales = packed_->find(scales_name);
   const std::string where = path().string();
   TESSERA_CHECK(scales != nullptr, ErrorKind::kFormat, where, ": found no tensor ",
-                printable(scales_name), ", expected one beside ", printable(blocks_name));
+                printable(scales_name), ", expected one next to ", printable(blocks_name));
   TESSERA_CHECK(packed_->find(name) == nullptr, ErrorKind::kFormat, where, ": found the tensor ",
-                printable(name), " beside ", printable(blocks_name), ", expected its values once");
+                printable(name), " next to ", printable(blocks_name), ", expected its values once");
   const auto check_dtype = [&](const std::string& which, DType found) {
     TESSERA_CHECK(found == DType::kUInt8, ErrorKind::kFormat, where, ": tensor ", printable(which),
                   ": found dtype ", to_string(found), ", expected uint8");
@@ -112,7 +112,7 @@ void Mxfp4Tensors::unpack(const std::string& name, const Shape& shape, std::int6
   held_expert_ = -1;
   held_.resize(static_cast<std::size_t>(shape.numel()));
   bool fits = true;
-  // A block is 32 values below each other: row after row they fill 32 rows of what is shown.
+  // A block is 32 values below each other: row after row they fill 32 rows of X.
   for (std::int64_t group = 0; group < shape.groups; ++group) {
     for (std::int64_t row = 0; row < shape.rows; ++row) {
       const auto block = static_cast<std::size_t>(row * shape.groups + group);

@@ -1,4 +1,5 @@
-// A folder whose experts are packed in MXFP4, as one that holds them in bfloat16.
+// Mxfp4Tensors: shows a folder whose experts are packed in MXFP4 as one that holds them in
+// bfloat16.
 //
 // Published gpt-oss folders have `X_blocks` [E, R, G, 16] uint8 and `X_scales` [E, R, G] uint8 in
 // place of `X` [E, 32 G, R]. Each of the G blocks of a row is 32 values of four bits (e2m1, the low
@@ -28,7 +29,7 @@ class Mxfp4Tensors final : public TensorSource {
   explicit Mxfp4Tensors(std::shared_ptr<const TensorSource> packed);
 
   const std::filesystem::path& path() const override { return packed_->path(); }
-  /// Those that are unpacked are SourceTensor::unpacked.
+  /// Tensors that are unpacked have SourceTensor::unpacked.
   const Tensors& tensors() const override { return tensors_; }
   /// Errors: also kFormat for a scale whose values bfloat16 cannot hold, or that stands for NaN.
   void read(std::string_view name, std::int64_t begin, std::int64_t end,

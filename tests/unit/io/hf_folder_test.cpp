@@ -67,7 +67,7 @@ TEST(HfFolder, AFileBesideAnIndexThatDoesNotNameItIsReadAndNamed) {
   write_tensors(*folder / "model.safetensors", {{"a", DType::kFloat32, {2}}});
   EXPECT_THAT(said(folder->path(), 1),
               Says(folder->path().string(),
-                   "found model.safetensors beside model.safetensors.index.json, which "
+                   "found model.safetensors next to model.safetensors.index.json, which "
                    "names '1.safetensors' and 1 more: model.safetensors is read",
                    "remove the one that is left over"));
   folder->write("model.safetensors.index.json", "torn");
@@ -390,7 +390,7 @@ TEST(LabelIndex, OneThatDoesNotFitItsMaskIsRefused) {
   EXPECT_THAT(refusal({3 * kBlock, -1, 1, 2}), Says("counts from 0 to -1 in block 0"));
   EXPECT_THAT(refusal({3 * kBlock, kBlock, 3 * kBlock, 3 * kBlock}), Says("in block 1"));
   EXPECT_THAT(refusal({3 * kBlock, kBlock, kBlock + 5, 2 * kBlock + 5}),
-              Says("5 kept labels in block 1 where the mask has 4096"));
+              Says("5 unmasked targets in block 1 where the mask has 4096"));
 }
 
 TEST(LabelIndex, OfAFileIsMadeOnceAndTaken) {
@@ -409,7 +409,7 @@ TEST(LabelIndex, OfAFileIsMadeOnceAndTaken) {
   folder.write("a.mask.bin", std::string("\0\1\1\0", 4));
   TokenFile changed(folder / "a.bin");
   EXPECT_REFUSED(kFormat, changed.has_target(0, 4),
-                 "a.labels.bin: found 1 kept labels in block 0 where the mask has 2");
+                 "a.labels.bin: found 1 unmasked targets in block 0 where the mask has 2");
 }
 
 }  // namespace
