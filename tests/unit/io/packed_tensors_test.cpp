@@ -283,7 +283,7 @@ TEST(Mxfp4Tensors, HalvesThatDoNotBelongTogetherAreNamed) {
   EXPECT_THAT(refusal(packed), Says("X_blocks", "found dtype bfloat16"));
   packed->add("X_blocks", DType::kUInt8, {E, R, G, 16}, bytes);
   packed->add("X", DType::kBFloat16, {E, 32 * G, R}, {});
-  EXPECT_THAT(refusal(packed), Says("found the tensor 'X' beside 'X_blocks'"));
+  EXPECT_THAT(refusal(packed), Says("found the tensor 'X' next to 'X_blocks'"));
   auto scales = std::make_shared<Packed>();
   scales->add("X_scales", DType::kUInt8, {E, R, G}, bytes);
   EXPECT_THAT(refusal(scales), Says("found no tensor 'X_blocks'"));
