@@ -1,8 +1,8 @@
-// The sum in rank order of memory that is no tensor: what a wire brought lies in buffers of its own.
+// The sum in rank order of memory that is no tensor: received data is in buffers of the transport.
 //
-// Beside the list (kernels.h), whose functions take tensors and numbers alone: it knows neither
-// devices nor dispatch, and is its sum_in_rank_order on the host, in one pass over all addends and
-// without a temporary. Defined in cpu/optimizer.cpp.
+// It is not in the list (kernels.h), whose functions take only tensors and numbers: it knows
+// neither devices nor dispatch. It is sum_in_rank_order on the host, in one pass over all addends
+// and without a temporary. Defined in cpu/optimizer.cpp.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -12,7 +12,7 @@
 
 namespace tessera::kernels {
 
-/// Where it is added up.
+/// The memory of the result.
 struct HostSum {
   void* data = nullptr;
   at::ScalarType dtype = at::ScalarType::Float;
@@ -20,8 +20,8 @@ struct HostSum {
   bool adds = false;
 };
 
-/// `addends` holds at least one pointer to result.numel values of dtype `from`. Writes: what
-/// result.data points to.
+/// `addends` holds at least one pointer to result.numel values of dtype `from`. Writes: the memory
+/// at result.data.
 void sum_host_memory(const std::vector<const void*>& addends, at::ScalarType from,
                      const HostSum& result);
 

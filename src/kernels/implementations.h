@@ -1,7 +1,7 @@
-// Each function of the list (kernels.h) as cpu/ and as aten/ have it, and some as fused/ has.
+// Declares each function of the list (kernels.h) in cpu/ and aten/, and some in fused/.
 //
-// The types are the list's own, so that an implementation with other arguments does not compile and
-// one that is missing does not link. Here it is kernels.cpp and tests that choose.
+// The types are the list's, so that an implementation with other arguments does not compile and a
+// missing one does not link. Only kernels.cpp and tests choose among them.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,7 @@
   X(take_over_changes)               \
   X(adamw)
 
-/// X(name) for those that are made of ATen's fused kernels, too.
+/// X(name) for those that also use ATen's fused kernels.
 #define TESSERA_FUSED_KERNELS(X) \
   X(rms_norm)                    \
   X(add_rms_norm)                \
@@ -57,7 +57,7 @@
   X(cross_entropy_sum_backward)  \
   X(cross_entropy_sum_backward_over)
 
-/// X(name) for those that are made of the others, whatever the device.
+/// X(name) for those that are made of the others, on every device.
 #define TESSERA_MADE_KERNELS(X) \
   X(windowed_attention)         \
   X(windowed_attention_backward)
@@ -74,8 +74,8 @@ namespace tessera::kernels {
 TESSERA_KERNELS(TESSERA_IMPLEMENTED)
 #undef TESSERA_IMPLEMENTED
 
-/// Of divide_into: whether ATen's own division of a sum of `dtype` is that in fp64, rounded once. With
-/// more than twice as many digits the quotient of two numbers of fp32 rounds as if at once.
+/// For divide_into: whether ATen's own division of a sum of `dtype` equals that in fp64, rounded
+/// once. With more than twice as many digits the quotient of two fp32 numbers rounds as if at once.
 inline bool divides_alike(at::ScalarType dtype, double factor) {
   return dtype == at::kDouble || (dtype == at::kFloat && static_cast<float>(factor) == factor);
 }
@@ -85,10 +85,10 @@ namespace fused {
 TESSERA_FUSED_KERNELS(TESSERA_IMPLEMENTED)
 #undef TESSERA_IMPLEMENTED
 
-/// For p 1 and 2.
+/// Implements p 1 and 2.
 at::Tensor sums_of_powers(at::TensorList values, double p);
 
-/// What causal_attention_forward keeps is told from aten/'s by its number.
+/// The number of tensors that causal_attention_forward keeps, which differs from aten/'s.
 inline constexpr std::size_t kFlashKept = 7;
 }  // namespace fused
 

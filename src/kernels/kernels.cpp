@@ -1,4 +1,4 @@
-// The one place that picks an implementation.
+// The only place that picks an implementation.
 #include "kernels/kernels.h"
 
 #include <ATen/ops/zeros.h>
@@ -35,19 +35,19 @@ at::Tensor or_none(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
-/// fused/ has no second derivatives, which fp64 is for, and not all of its operations have meta
-/// forms.
+/// fused/ has no second derivatives, which need fp64, and not all of its operations have meta
+/// implementations.
 bool is_fused(const at::Tensor& activation) {
   return !on_cpu(activation) && !activation.is_meta() && activation.scalar_type() != at::kDouble;
 }
 
-/// Tables of another dtype make the result another one.
+/// Tables of another dtype change the dtype of the result.
 bool is_fused(const at::Tensor& activation, const at::Tensor& table) {
   return is_fused(activation) && same_dtype(activation, table);
 }
 
-/// What flash attention takes: 16 bits, heads of at most 256 in steps of 8, any row at all. Heads of
-/// values may be shorter than those of keys.
+/// Whether flash attention takes it: 16 bits, heads of at most 256 in steps of 8, any row at all.
+/// Heads of values may be shorter than those of keys.
 bool is_flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SeenKeys& seen) {
   const std::int64_t head_dim = q.size(4), of_values = v.size(2) / q.size(1);
   const bool merely_causal = !seen.begins && !seen.ends && q.size(2) <= seen.window;
@@ -177,7 +177,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     std::int64_t repeat, double scale) {
   TESSERA_WATCHED(causal_attention_backward, grad, kept, begins, ends, window, groups, repeat,
                   scale);
-  // What is kept has q first: the same choice as forward's.
+  // The kept tensors begin with q, so the choice is that of forward.
   return (has_kernels(kept[0])               ? cpu::causal_attention_backward
           : kept.size() >= fused::kFlashKept ? fused::causal_attention_backward
                                              : aten::causal_attention_backward)(
@@ -316,7 +316,7 @@ void adamw(at::TensorList parameters, at::TensorList grads, at::TensorList first
   TESSERA_WATCHED(adamw, parameters, grads, first, second, steps, lr, beta1, beta2, weight_decay,
                   eps);
   if (parameters.empty()) return;
-  // ATen's own kernel, of whatever device both are on.
+  // ATen's own kernel, on the device that has both.
   const bool fused = steps[0].device() == parameters[0].device();
   (fused ? cpu::adamw : aten::adamw)(parameters, grads, first, second, steps, lr, beta1, beta2,
                                      weight_decay, eps);

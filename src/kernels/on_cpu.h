@@ -1,13 +1,13 @@
-// Whether what computes with a tensor is chosen for a CPU, for layers that choose block sizes or an
-// algorithm themselves. Next: kernels.h.
+// Whether code that computes with a tensor is to choose block sizes or an algorithm for a CPU.
+// Next: kernels.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace tessera::kernels {
 
-/// A tensor on the CPU; but a test's run there may take a device's choices, with which a run on a
-/// device is compared bit for bit.
+/// Whether the tensor is on the CPU. A test may make it false there, to take a device's choices:
+/// its results are compared bit for bit with those of a device.
 bool on_cpu(const at::Tensor& tensor);
 
 }  // namespace tessera::kernels

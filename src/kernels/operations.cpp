@@ -13,7 +13,7 @@ namespace {
   "Tensor? begins, Tensor? ends, int first, int window, int groups, int repeat, float scale) -> " \
   "()"
 
-/// X(name, arguments and results): what is written is marked, as libtorch's schemas do.
+/// X(name, arguments and results): tensors that are written are marked, as in libtorch's schemas.
 #define TESSERA_OPERATIONS(X)                                                                    \
   X(rms_norm, "(Tensor x, Tensor weight, float eps, bool rounds_first) -> (Tensor, Tensor)")     \
   X(add_rms_norm,                                                                                \

@@ -1,9 +1,10 @@
-// Where a kernel of cpu/ forms its results: in fresh memory, or in what a replay has for them.
+// The memory of the results of a kernel in cpu/: new, or given by a replay.
 //
 // The functions of the list return their results; a `.out` form of each would be a second list. So
-// who has memory for the results of a call says so around it, and a kernel asks here for each of
-// them. It may get the memory of another result of that size, or none: where a result lies is seen
-// when it has been returned. Threads: of the thread that calls. Next: ../capture/replay/live_entry.h.
+// a caller that has memory for the results of a call makes a ResultsScope around it, and a kernel
+// asks here for each of them. The kernel may get the memory of another result of that size, or
+// none: the caller finds out when it has been returned. Threads: the one that calls. Next:
+// ../capture/replay/live_entry.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +13,9 @@
 
 namespace tessera::kernels {
 
-/// While alive, results of this thread are formed in `given`, contiguous ones, each once: in the
-/// first of the sizes and dtype that are asked for, else of that number of elements, else in fresh
-/// memory. `given` outlives it.
+/// While alive, results of this thread are written to `given`, contiguous tensors, each used once:
+/// to the first with the requested sizes and dtype, else with that number of elements, else to new
+/// memory. `given` must outlive it.
 class ResultsScope {
  public:
   explicit ResultsScope(at::TensorList given);
@@ -31,7 +32,7 @@ class ResultsScope {
   ResultsScope* outer_;
 };
 
-/// The next result: contiguous, its values are whatever was there.
+/// Returns the next result: contiguous, its values are undefined.
 at::Tensor result(at::IntArrayRef sizes, const at::TensorOptions& options);
 inline at::Tensor result_like(const at::Tensor& contiguous) {
   return result(contiguous.sizes(), contiguous.options());

@@ -7,8 +7,7 @@
 namespace tessera::kernels {
 namespace {
 
-/// [B, T], one row behind the other whatever was given; none where there is none, or the host cannot
-/// read it.
+/// Returns [B, T] with contiguous rows; none where there is none, or the host cannot read it.
 std::optional<at::Tensor> readable(const std::optional<at::Tensor>& tensor) {
   if (!tensor || !tensor->device().is_cpu()) return std::nullopt;
   return tensor->contiguous();
@@ -18,11 +17,11 @@ const std::int64_t* data_of(const std::optional<at::Tensor>& tensor) {
   return tensor ? static_cast<const std::int64_t*>(tensor->const_data_ptr()) : nullptr;
 }
 
-/// Keys of products begin here, so that documents of any length make few sizes of them: oneDNN
-/// makes a program for each.
+/// Keys of products begin at multiples of this, so that documents of any length make few sizes of
+/// products: oneDNN makes a program for each size.
 constexpr std::int64_t kFirstKeys = 32;
 
-/// The keys that queries of one row see: `own` is where they stand among them.
+/// Returns the keys that queries of one row see: `own` is the queries' range among them.
 layout::Range narrowed(layout::Range keys, const layout::Range& queries, const std::int64_t* begins,
                        const std::int64_t* ends) {
   if (begins != nullptr) {

@@ -1,9 +1,10 @@
-// Which keys the queries of attention see, and blocks of queries that are computed together: what no
-// query of a block sees is never computed, so that cost falls with windows and documents.
+// SeenKeys: which keys the queries of attention see. seen_blocks() divides the queries into blocks
+// that are computed together: what no query of a block sees is never computed, so cost falls with
+// windows and documents.
 //
-// A query sees one run of keys: of all rows those up to its own position, of a window its last
-// ones; where documents are packed into a row those from its document's first on, where images are
-// read both ways those up to its image's last. Short symbols: B rows, T queries, N keys. Next:
+// A query sees one run of keys: those up to its own position; with a window the last ones of these;
+// where documents are packed into a row those from its document's first on; where images are read
+// both ways those up to its image's last. Short symbols: B rows, T queries, N keys. Next:
 // kernels.h, windowed_attention.cpp.
 #pragma once
 
@@ -29,20 +30,20 @@ struct SeenKeys {
 };
 
 struct SeenBlock {
-  layout::Range rows, queries;  ///< one row where they differ in what they see
-  layout::Range keys;           ///< that any of the queries sees, and some that none does
+  layout::Range rows, queries;  ///< one row where rows differ in what they see
+  layout::Range keys;           ///< those that any of the queries sees, and some that none does
 };
 
 struct SeenSizes {
   std::int64_t rows = 0, queries = 0, keys = 0;
-  std::int64_t block = 0;  ///< queries of one
+  std::int64_t block = 0;  ///< number of queries in a block
 };
 
-/// In the order of rows, then of queries. Where the host cannot read begins and ends (a device's) it
-/// goes by positions and window alone.
+/// Returns blocks in the order of rows, then of queries. Where the host cannot read begins and ends
+/// (on a device) it uses only positions and window.
 std::vector<SeenBlock> seen_blocks(const SeenSizes& sizes, const SeenKeys& seen);
 
-/// [B or 1, 1, Q, 1, n] bool, of a block: keys that a query does not see.
+/// Returns the keys that a query of the block does not see, [B or 1, 1, Q, 1, n] bool.
 at::Tensor hidden_keys(const SeenBlock& block, const SeenSizes& sizes, const SeenKeys& seen,
                        const at::Device& device);
 

@@ -19,7 +19,7 @@ void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
   operation.redispatchBoxed(below, stack);
 }
 
-/// Once a process; nothing comes by before a thread includes the key.
+/// Registers the key once a process; nothing is watched before a thread includes the key.
 c10::DispatchKey registered_key() {
   static const torch::Library library = [] {
     torch::Library all(torch::Library::IMPL, "_", std::make_optional(kWatchKey), __FILE__,

@@ -1,9 +1,9 @@
-// A Watcher sees the operations of a thread, below autograd and above every backend.
+// Watcher: sees the operations of a thread, below autograd and above every backend.
 //
-// libtorch keeps a dispatch key for modes in C++; this library registers one boxed fallback on it,
+// libtorch has a dispatch key for modes in C++; this library registers one boxed fallback on it,
 // which hands each operation to the watcher of the thread. A recording watches what a region
-// computes (capture/replay/tape.h), a dry run computes sizes in place of values (dry/fake_operations.h).
-// Next: operations.h.
+// computes (capture/replay/tape.h); a dry run computes sizes instead of values
+// (dry/fake_operations.h). Next: operations.h.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -16,10 +16,11 @@
 
 namespace tessera::kernels {
 
-/// libtorch has a mode of its own for it, which 2.11 to 2.15 do not register in C++.
+/// libtorch has a mode for it, which 2.11 to 2.15 do not register in C++.
 inline constexpr auto kWatchKey = c10::DispatchKey::Fake;
 
-/// Whether functions of kernels.h come by as operations, or as what they are made of.
+/// Whether functions of kernels.h are seen as operations, or as the operations of which they are
+/// made.
 enum class SeesKernels : std::uint8_t { kNo, kYes };
 
 class Watcher {
@@ -29,8 +30,8 @@ class Watcher {
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
 
-  /// Runs the operation on its stack, by `below` or as it sees fit. What it calls while kWatchKey is
-  /// not excluded comes by as well.
+  /// Runs the operation on its stack, with the keys `below` or in another way. Operations that it
+  /// calls while kWatchKey is not excluded are watched as well.
   virtual void run(const c10::OperatorHandle& operation, c10::DispatchKeySet below,
                    c10::Stack* stack) = 0;
   bool sees_kernels() const { return sees_kernels_; }
@@ -52,7 +53,7 @@ class WatchScope {
   c10::impl::IncludeDispatchKeyGuard watched_;
 };
 
-/// The calling thread's; null where nobody watches.
+/// Returns the calling thread's watcher; null where it has none.
 Watcher* watcher_of_this_thread();
 
 }  // namespace tessera::kernels

@@ -1,6 +1,6 @@
 // Attention with windows and sinks, for every device: products of blocks of queries with the keys
-// that they see, around window_softmax. fp32 inside (fp64 of fp64). What backward needs is the
-// inputs alone: the weights of a block are formed again there, one product more.
+// that they see, around window_softmax. fp32 inside (fp64 for fp64). Backward needs only the
+// inputs: it computes the weights of a block again, one more product.
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -16,13 +16,13 @@
 namespace tessera::kernels {
 namespace {
 
-/// Whole, [B, G, N, D] -> [B*G, N, D] in `dtype`.
+/// Widens the whole [B, G, N, D] -> [B*G, N, D] in `dtype`.
 at::Tensor widened(const at::Tensor& x, at::ScalarType dtype) {
   return x.to(dtype, /*non_blocking=*/false, /*copy=*/false, at::MemoryFormat::Contiguous)
       .reshape({x.size(0) * x.size(1), x.size(2), x.size(3)});
 }
 
-/// What both passes do with a block. Its queries are rows of [B*G, block*R, D].
+/// The operations of both passes on a block, whose queries are rows of [B*G, block*R, D].
 class Windowed {
  public:
   Windowed(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -41,7 +41,8 @@ class Windowed {
   }
 
   std::vector<SeenBlock> blocks() const {
-    // Half of a block's scores lie outside a window of its length: shorter blocks for short ones.
+    // Half of a block's scores lie outside a window of its length, so short windows have shorter
+    // blocks.
     const std::int64_t most = seen_.begins ? 128 : 256;
     return seen_blocks(
         {rows, queries, keys_.size(1), std::clamp<std::int64_t>(seen_.window, 64, most)}, seen_);
@@ -62,19 +63,19 @@ class Windowed {
   at::Tensor queries_of(const SeenBlock& block) const { return rows_of(q_, block); }
   at::Tensor keys_of(const SeenBlock& block) const { return part(keys_, block); }
   at::Tensor values_of(const SeenBlock& block) const { return part(values_, block); }
-  /// Of x [B*G, N, .].
+  /// Returns the block's keys of x [B*G, N, .].
   at::Tensor part(const at::Tensor& x, const SeenBlock& block) const {
     return x.narrow(0, block.rows.begin * groups, block.rows.size() * groups)
         .narrow(1, block.keys.begin, block.keys.size());
   }
 
-  /// [rows * G, block*R] for the sinks' part of each row.
+  /// Returns [rows * G, block*R] for the sinks' part of each row.
   at::Tensor shares(const SeenBlock& block) const {
     return at::empty({block.rows.size() * groups, block.queries.size() * repeat}, keys_.options());
   }
 
-  /// The softmax of scaled scores [rows * G, block*R, keys] in place, and the sinks' part of it where
-  /// that is asked for.
+  /// Computes the softmax of scaled scores [rows * G, block*R, keys] in place, and the sinks' part
+  /// of it where that is requested.
   void softmax(const at::Tensor& scores, const std::optional<at::Tensor>& shares,
                const SeenBlock& block) const {
     window_softmax(scores, sinks_, shares, among_keys(seen_.begins, block),
@@ -82,8 +83,8 @@ class Windowed {
                    scale_);
   }
 
-  /// From the gradient of weights to that of scores, in place; shares become the gradients of the
-  /// rows' sinks.
+  /// Turns the gradient of weights into that of scores, in place; shares become the gradients of
+  /// the rows' sinks.
   void softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
                         const std::optional<at::Tensor>& shares, const SeenBlock& block) const {
     window_softmax_backward(grad, weights, shares, among_keys(seen_.begins, block),
@@ -95,11 +96,11 @@ class Windowed {
   const at::ScalarType inside;
 
  private:
-  /// Where the first query stands among the keys that the block sees.
+  /// Returns the position of the first query among the keys that the block sees.
   std::int64_t first_key(const SeenBlock& block) const {
     return keys_.size(1) - queries + block.queries.begin - block.keys.begin;
   }
-  /// Of [B, T] numbers of keys: the block's, from its first key on.
+  /// Returns the block's part of [B, T] key numbers, counted from its first key.
   static std::optional<at::Tensor> among_keys(const std::optional<at::Tensor>& all,
                                               const SeenBlock& block) {
     if (!all) return std::nullopt;

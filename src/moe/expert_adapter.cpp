@@ -13,7 +13,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Rows of each expert times its matrix of b [E, K, N].
+/// Returns the rows of each expert times its matrix of b [E, K, N].
 at::Tensor products(const at::Tensor& rows, const at::Tensor& b, const nn::RowGroups& groups) {
   return nn::grouped_rows(rows, b, groups, nn::grouped_way(rows, b));
 }
@@ -23,7 +23,7 @@ at::Tensor outer_products(const at::Tensor& left, const at::Tensor& right,
   return nn::grouped_outer(left, right, groups, nn::grouped_way(left, right));
 }
 
-/// Saved for backward: x in its own dtype, and [M, R].
+/// Saves for backward: x in its own dtype, and [M, R].
 struct ExpertAdapterFunction : torch::autograd::Function<ExpertAdapterFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& base, const at::Tensor& x,
                             const at::Tensor& a, const at::Tensor& b, double scale,
@@ -67,7 +67,8 @@ struct ExpertAdapterFunction : torch::autograd::Function<ExpertAdapterFunction> 
 
 at::Tensor add_expert_adapter(const at::Tensor& base, const at::Tensor& x,
                               const AdapterWeights& adapter, const nn::RowGroups& groups) {
-  adapter.a.const_data_ptr();  // a parameter without data says so here, not from inside a product
+  // a parameter without data throws here, and not from inside a product
+  adapter.a.const_data_ptr();
   adapter.b.const_data_ptr();
   return ExpertAdapterFunction::apply(base, x, adapter.a, adapter.b, adapter.scale, groups);
 }

@@ -1,12 +1,12 @@
-// ExpertAdapter: a low-rank adapter of each expert, beside one frozen product of all of them.
+// ExpertAdapter: a low-rank adapter of each expert, added to one frozen product of all experts.
 //
-// For the rows of expert e it is y + scale * B_e (A_e x), as nn/linear.h has it for one matrix: both
-// products in the adapter's dtype, the sum rounded once to the result's. Rows come sorted by expert,
-// so each product is a grouped one. A and B stand [out, in] whatever the experts' matrices do. There
-// is no dropout: rows of experts know no position, and peft has none either. Source: Hu et al.,
-// "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
-// Short symbols: M rows, E experts of this rank, K inputs, N outputs, R rank. Next: experts.h,
-// ../models/moe_layer.h, whose placements these are.
+// For the rows of expert e it computes y + scale * B_e (A_e x), as nn/linear.h does for one matrix:
+// both products in the adapter's dtype, the sum rounded once to the result's. Rows are sorted by
+// expert, so each product is a grouped one. A and B are [out, in] for every layout of the experts'
+// matrices. There is no dropout: rows of experts know no position, and peft has none either.
+// Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021). Short symbols: M
+// rows, E experts of this rank, K inputs, N outputs, R rank. Next: experts.h,
+// ../models/moe_layer.h, which places it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +36,7 @@ struct AdapterWeights {
 at::Tensor add_expert_adapter(const at::Tensor& base, const at::Tensor& x,
                               const AdapterWeights& adapter, const nn::RowGroups& groups);
 
-/// Of this rank.
+/// The sizes on this rank.
 struct AdapterSizes {
   std::int64_t experts = 0;
   std::int64_t in = 0;
@@ -47,7 +47,8 @@ struct AdapterSizes {
 struct AdapterPlacement {
   ParameterLayout a = {};
   ParameterLayout b = {};
-  layout::FusedMatrices fused = {};  ///< of B, whose rows are the product's outputs
+  /// the matrices fused in B, whose rows are the product's outputs
+  layout::FusedMatrices fused = {};
 };
 
 /// Holds lora_A.weight and lora_B.weight, which begin as those of a linear layer.

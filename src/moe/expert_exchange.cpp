@@ -35,7 +35,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Rows in another order; the way back needs no addition.
+/// Reorders rows; backward needs no addition.
 struct ReorderFunction : torch::autograd::Function<ReorderFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& order,
                             const at::Tensor& inverse) {
@@ -49,13 +49,13 @@ struct ReorderFunction : torch::autograd::Function<ReorderFunction> {
   }
 };
 
-/// Without an order (undefined): the rows themselves.
+/// Without an order (undefined) returns the rows themselves.
 at::Tensor reordered(const at::Tensor& rows, const at::Tensor& order, const at::Tensor& inverse) {
   return order.defined() ? ReorderFunction::apply(rows, order, inverse) : rows;
 }
 
-/// The counts that ranks have exchanged, as the host has read them: rows for each of its experts, and
-/// whether they require a gradient.
+/// The counts that ranks have exchanged, as the host has read them: the rows for each of its
+/// experts, and whether they require a gradient.
 class Counts {
  public:
   explicit Counts(const at::Tensor& values)
@@ -82,12 +82,12 @@ std::int64_t local_experts(std::int64_t experts, const DispatchOptions& options)
   return experts / axis.size;
 }
 
-/// Arrived by (source, expert), wanted by (expert, source).
+/// Computes the order: rows arrive by (source, expert) and are needed by (expert, source).
 void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& dispatch_plan) {
   const int ranks = dispatch_plan.options.axis.size;
   nn::GroupOffsets& offsets = dispatch_plan.groups.begins;
   std::int64_t total = 0;
-  std::vector<std::int64_t> begin;  // of (source, expert) as they arrived
+  std::vector<std::int64_t> begin;  // of (source, expert), in the order of arrival
   for (int source = 0; source < ranks; ++source) {
     for (std::int64_t e = 0; e < local; ++e) {
       begin.push_back(total);
@@ -116,8 +116,8 @@ void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& d
   }
 }
 
-/// The same by the device's operations, which the host does not wait for. `received` is what the host
-/// has read.
+/// The same by the device's operations, for which the host does not wait. `received` is what the
+/// host has read.
 void order_on_device(const at::Tensor& received, std::int64_t local, at::Device device,
                      DispatchPlan& dispatch_plan) {
   const std::int64_t ranks = received.size(0);
@@ -179,7 +179,7 @@ DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& re
 
 RowsToExperts begin_to_experts(const at::Tensor& rows, const DispatchPlan& dispatch_plan,
                                std::function<void()> meanwhile_back) {
-  // Else the others would wait for this rank's part of the way back.
+  // Otherwise the others would wait for this rank's part of the way back.
   const bool joins =
       dispatch_plan.options.differentiable && !rows.requires_grad() && c10::GradMode::is_enabled();
   const at::Tensor leaving = joins ? rows.detach().requires_grad_(true) : rows;

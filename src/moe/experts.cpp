@@ -27,22 +27,22 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// body(begin, count) over the rows: copies that are wider than they are, or several of them, stay
-/// in the cache; on a device, where a block costs launches, they stay within 256 MiB.
+/// Calls body(begin, count) over the rows in chunks: wider copies, or several copies, of a chunk
+/// stay in the cache; on a device, where a chunk costs launches, they stay within 256 MiB.
 template <class Body>
 void in_blocks(std::int64_t rows, const at::Tensor& like, const Body& body) {
   constexpr std::int64_t kOfCache = std::int64_t{1} << 18, kOfDevice = std::int64_t{1} << 26;
   const std::int64_t columns = std::max<std::int64_t>(1, like.size(1));
   const std::int64_t step =
       std::max<std::int64_t>(1, (like.is_cpu() ? kOfCache : kOfDevice) / columns);
-  // A dry run takes one block: all take the same memory.
+  // A dry run takes one chunk: all take the same memory.
   const std::int64_t end = base::shapes_only() ? std::min(step, rows) : rows;
   for (std::int64_t begin = 0; begin < end; begin += step) {
     body(begin, std::min(step, rows - begin));
   }
 }
 
-/// In which rows are multiplied and added, whatever they come in and go to.
+/// Returns the dtype in which rows are multiplied and added, for any dtype of inputs and result.
 at::ScalarType inside(const at::Tensor& rows, const at::Tensor& weights) {
   const auto wide = at::promote_types(rows.scalar_type(), at::kFloat);
   return weights.defined() ? at::promote_types(wide, weights.scalar_type()) : wide;
@@ -52,11 +52,11 @@ at::Tensor token_of_row(const at::Tensor& slot_of_row, std::int64_t experts_per_
   return slot_of_row.floor_divide(experts_per_token);
 }
 
-// On a device the bags of ATen's embeddings are what tokens are of their rows: one kernel gathers and
-// adds them in the order of the slots, in fp32 (or what is wider), without a copy of the rows. Where
-// the weights have another dtype than the rows, it takes a launch a slot.
+// On a device, bags of ATen's embeddings express a token's sum over its rows: one kernel gathers
+// and adds them in the order of the slots, in fp32 (or a wider dtype), without a copy of the rows.
+// Where the weights have another dtype than the rows, it takes a launch a slot.
 
-/// [M]: where the slots of each token begin.
+/// Returns [M]: the beginning of the slots of each token.
 at::Tensor begins_of_tokens(const at::Tensor& by_slot) {
   return at::arange(0, by_slot.numel(), by_slot.size(1), by_slot.options());
 }
@@ -66,7 +66,7 @@ bool fits_bags(const at::Tensor& rows, const at::Tensor& weights, const at::Tens
          (!weights.defined() || weights.scalar_type() == rows.scalar_type());
 }
 
-/// [M, H] of rows [M*K, H], by_slot [M, K].
+/// Returns [M, H] of rows [M*K, H], by_slot [M, K].
 at::Tensor sum_of_bags(const at::Tensor& rows, const at::Tensor& weights,
                        const at::Tensor& by_slot) {
   constexpr std::int64_t kSum = 0;
@@ -77,10 +77,10 @@ at::Tensor sum_of_bags(const at::Tensor& rows, const at::Tensor& weights,
       /*sparse=*/false, factors));
 }
 
-/// The products of each token's gradient [M, H] with its rows: [M, K].
+/// Returns the products of each token's gradient [M, H] with its rows: [M, K].
 at::Tensor products_in_bags(const at::Tensor& grad, const at::Tensor& rows,
                             const at::Tensor& by_slot) {
-  // Not by the bags' own backward: CUDA has none in bf16.
+  // The bags' own backward does not serve: CUDA has none in bf16.
   const at::Tensor of_tokens = rows.index_select(0, by_slot.reshape({-1}))
                                    .view({by_slot.size(0), by_slot.size(1), rows.size(1)});
   return at::bmm(of_tokens, grad.unsqueeze(2)).squeeze(2);
@@ -117,12 +117,12 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
   }
 };
 
-/// [rows, 1]: the weight of each row.
+/// Returns [rows, 1]: the weight of each row.
 at::Tensor weight_of_row(const at::Tensor& weights, const at::Tensor& slot_of_row) {
   return weights.reshape({-1}).index_select(0, slot_of_row).unsqueeze(1);
 }
 
-/// rows * factors [rows, 1], rounded to the rows' dtype.
+/// Returns rows * factors [rows, 1], rounded to the rows' dtype.
 at::Tensor scaled(const at::Tensor& rows, const at::Tensor& factors) {
   const at::ScalarType wide = inside(rows, factors);
   const at::Tensor result = at::empty_like(rows);
@@ -142,8 +142,8 @@ at::Tensor sum_with_other_weights(const at::Tensor& rows, const at::Tensor& weig
   return sum.to(rows.scalar_type());
 }
 
-/// [M, H]: each token's rows, times their weights where there are any, added in the order of the
-/// slots and rounded once.
+/// Returns [M, H]: each token's rows, times their weights where there are any, added in the order
+/// of the slots and rounded once.
 at::Tensor sum_of_slots(const at::Tensor& rows, const at::Tensor& weights,
                         const at::Tensor& by_slot) {
   const WideScope sums;
@@ -168,8 +168,8 @@ at::Tensor sum_of_slots(const at::Tensor& rows, const at::Tensor& weights,
   return result;
 }
 
-/// What the products of rows and weights give back to both; `grad_of(begin, count)` is the gradient
-/// of those rows' products.
+/// Returns the gradients of rows and weights; `grad_of(begin, count)` is the gradient of the
+/// products of those rows.
 template <class GradOf>
 variable_list product_gradients(AutogradContext* ctx, const GradOf& grad_of) {
   const variable_list saved = ctx->get_saved_variables();
@@ -199,7 +199,8 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
                                const at::Tensor& token, const at::Tensor& by_slot) {
     const variable_list saved = ctx->get_saved_variables();
     variable_list result(4);
-    // First: a copy of the rows, which is given back before their gradient, as large, is made.
+    // This comes first: it makes a copy of the rows and frees it before their gradient, as large,
+    // is made.
     if (ctx->needs_input_grad(1)) {
       result[1] = products_in_bags(grad.contiguous(), saved[0], by_slot);
     }
@@ -325,7 +326,7 @@ Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tenso
 
 namespace {
 
-/// One of the two products, with its adapter's part where there is one.
+/// Computes one of the two products, with its adapter's part where there is one.
 at::Tensor product(const at::Tensor& rows, const nn::GroupedWeights& weights,
                    const AdapterWeights& adapter, const nn::RowGroups& groups) {
   const at::Tensor y = nn::grouped_linear(rows, weights, groups);
@@ -352,7 +353,7 @@ at::Tensor compute_there(const at::Tensor& rows, const ExpertWeights& weights,
       });
   if (options.meanwhile) options.meanwhile();
   const at::Tensor here = leaving.finish(dispatch_plan);
-  // Where no rank's rows require a gradient none travels back: everything in front is frozen.
+  // Where no rank's rows require a gradient none travels back: everything before is frozen.
   const auto when =
       here.requires_grad() ? grad::WeightGradient::kUnderExchange : grad::WeightGradient::kMayWait;
   return from_experts(compute(here, weights, dispatch_plan.groups, options.activation, when),
@@ -368,7 +369,7 @@ bool need_begins(const ExpertWeights& weights) {
       all, [](const at::Tensor& each) { return each.defined() && nn::needs_begins(each); });
 }
 
-/// From ends [E] i32 that the host has read.
+/// Returns offsets from ends [E] i32 that the host has read.
 nn::GroupOffsets offsets_of(const at::Tensor& ends) {
   grad::refuse_recording("the host's order of experts");
   nn::GroupOffsets offsets{0};
@@ -377,8 +378,8 @@ nn::GroupOffsets offsets_of(const at::Tensor& ends) {
   return offsets;
 }
 
-/// What a call of experts has to know on the host: offsets of all experts, empty where it does not;
-/// what exchange_counts gave.
+/// Values that the host reads for a call of experts: offsets of all experts, empty where they are
+/// not read; the result of exchange_counts.
 struct KnownOnHost {
   nn::GroupOffsets offsets;
   at::Tensor received;

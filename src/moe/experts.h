@@ -1,11 +1,11 @@
-// Experts: from tokens and their routing to the weighted sum of what their experts make of them, on
-// this rank or on others.
+// Experts: computes the weighted sum of the experts' results from tokens and their routing, on this
+// rank or on others.
 //
-// Tokens are ordered by expert, each expert's range is one product, and what comes out is summed
-// per token in the order of the experts' numbers: the result of a token does not depend on who else
-// is in the batch. Every expert has a gradient, zeros where no token came. Short symbols: M tokens,
-// E experts, K experts a token, H hidden, I inner. Next: nn/grouped_linear.h,
-// expert_exchange.h, expert_adapter.h.
+// Tokens are ordered by expert, each expert's range is one product, and the results are summed per
+// token in the order of the experts' numbers: the result of a token does not depend on other tokens
+// in the batch. Every expert has a gradient, zeros where no token came. Short symbols: M tokens, E
+// experts, K experts a token, H hidden, I inner. Next: nn/grouped_linear.h, expert_exchange.h,
+// expert_adapter.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,16 +32,16 @@ struct Dispatch {
   std::int64_t experts_per_token = 0;
 };
 
-/// indices [M, K] as Routing has them; the result's tensors lie beside them. Reads nothing on the
+/// indices [M, K] as in Routing; the result's tensors are on their device. Reads nothing on the
 /// host.
 Dispatch dispatch(const at::Tensor& indices, std::int64_t experts);
 
-/// x [M, H] -> [M*K, H]: each row its token.
+/// x [M, H] -> [M*K, H]: each row is its token.
 at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch);
 
-/// rows [M*K, H], weights [M, K] -> [M, H] in the rows' dtype: products in fp32 (or what is wider
-/// of the two), added in the order of the slots and rounded once. Without weights (undefined): the
-/// sum alone.
+/// rows [M*K, H], weights [M, K] -> [M, H] in the rows' dtype: products in fp32 (or the wider dtype
+/// of the two), added in the order of the slots and rounded once. Without weights (undefined): only
+/// the sum.
 at::Tensor combine(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& dispatch);
 
 /// rows [M*K, H] times the weight [M, K] of each, products as in combine, each rounded to the rows'
@@ -54,37 +54,39 @@ struct ExpertWeights {
   at::Tensor gate_up_bias = {};  ///< [E, 2I], undefined: none
   at::Tensor down_bias = {};     ///< [E, H], undefined: none
   nn::GroupLayout layout = nn::GroupLayout::kOutIn;
-  AdapterWeights gate_up_adapter = {};  ///< beside each product
+  AdapterWeights gate_up_adapter = {};  ///< added to each product
   AdapterWeights down_adapter = {};
 };
 
-/// What an expert does between its two products: [rows, 2I], or of up alone [rows, I], -> [rows, I].
+/// Computes an expert's activation between its two products: [rows, 2I], or [rows, I] with only up,
+/// -> [rows, I].
 using Activation = std::function<at::Tensor(const at::Tensor& both)>;
-/// gated(gate, up) of the first and the second half of the columns.
+/// Returns gated(gate, up) of the first and the second half of the columns.
 Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tensor& up));
 
 enum class Score : std::uint8_t {
-  kAfterExperts,   ///< what comes out of an expert is multiplied by the token's weight
-  kBeforeExperts,  ///< what goes in (torchtitan's score_before_experts)
+  kAfterExperts,   ///< the result of an expert is multiplied by the token's weight
+  kBeforeExperts,  ///< its input is (torchtitan's score_before_experts)
 };
 
 struct ExpertOptions {
   Activation activation;
   Score score = Score::kAfterExperts;
-  /// Over which the experts lie: this rank's are `weights`, E / size of them. Placement of x and of
-  /// the result: S(0), tokens of this rank.
+  /// The axis over which the experts are divided: this rank's are `weights`, E / size of them.
+  /// Placement of x and of the result: S(0), tokens of this rank.
   parallel::Axis ep = {};
-  std::string name = "experts";  ///< of the layer, in errors about collectives
-  /// Called once, while rows travel to their experts (without `ep` at the same place): what a layer
-  /// computes beside its experts. Its backward runs while the rows' gradients travel back, and so
-  /// do the products for the experts' own weights (grad::WeightGradient::kUnderExchange).
+  std::string name = "experts";  ///< the layer's, in errors about collectives
+  /// Called once, while rows travel to their experts (without `ep` at the same place): computes
+  /// what a layer has in addition to its experts. Its backward runs while the rows' gradients
+  /// travel back, and so do the products for the experts' own weights
+  /// (grad::WeightGradient::kUnderExchange).
   std::function<void()> meanwhile = {};
 };
 
 /// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. On a device the host reads values
 /// once (comm/host_read.h) where tokens travel to other ranks, or where libtorch has no grouped
-/// product for the dtype of weights or adapters (nn::needs_begins), else never. Errors: kNumeric for scores that
-/// are not finite (check_finite), where they are read; else ScoreChecks has them.
+/// product for the dtype of weights or adapters (nn::needs_begins), else never. Errors: kNumeric
+/// for scores that are not finite (check_finite), where they are read; else ScoreChecks has them.
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
 

@@ -57,14 +57,14 @@ void check_options(std::int64_t experts, const RouteOptions& options) {
                 " experts a token, expected 1 to ", within);
 }
 
-/// Of groups [M, groups, experts of one] -> [M, groups].
+/// Returns [M, groups] from groups [M, groups, experts of one].
 at::Tensor group_scores(const at::Tensor& grouped, Scoring scoring) {
   if (scoring != Scoring::kSigmoid) return grouped.amax(2);
   const std::int64_t counted = std::min<std::int64_t>(2, grouped.size(2));
   return std::get<0>(at::topk(grouped, counted, 2)).sum(2);
 }
 
-/// Scores [M, E] outside the best groups become -inf.
+/// Sets scores [M, E] outside the best groups to -inf.
 at::Tensor within_best_groups(const at::Tensor& scores, const RouteOptions& options) {
   if (options.top_groups == options.groups) return scores;
   const std::int64_t group_size = scores.size(1) / options.groups;
@@ -78,7 +78,7 @@ at::Tensor within_best_groups(const at::Tensor& scores, const RouteOptions& opti
       .view(scores.sizes());
 }
 
-/// [M, K] in any order; `scores` are what counts for the choice.
+/// Returns [M, K] in any order; the choice is made by `scores`.
 at::Tensor choose(const at::Tensor& scores, const RouteOptions& options) {
   at::Tensor counted = scores.detach();
   if (options.expert_bias.defined()) counted = counted + options.expert_bias;
@@ -89,7 +89,7 @@ at::Tensor choose(const at::Tensor& scores, const RouteOptions& options) {
 /// Added to the sum of a token's sigmoids, which may all be 0 (the published models' code).
 constexpr double kSigmoidFloor = 1e-20;
 
-/// What the choice goes by, [M, E], and what loads are told from.
+/// The scores by which experts are chosen, [M, E], and those from which loads are computed.
 struct Ranked {
   at::Tensor values;
   at::Tensor probabilities;
@@ -103,8 +103,8 @@ Ranked ranked(const at::Tensor& wide, Scoring scoring) {
   return {scoring == Scoring::kSoftmaxThenTopK ? probabilities : wide, probabilities};
 }
 
-/// [] i64: a softmax is finite where its scores are, and one sum over all says it for every token; a
-/// sigmoid hides what is not.
+/// Returns [] i64: a softmax is finite where its scores are, and one sum over all tells it for
+/// every token; a sigmoid hides values that are not finite.
 at::Tensor all_finite(const Ranked& ranked, const at::Tensor& wide, Scoring scoring) {
   const at::Tensor seen = scoring == Scoring::kSigmoid ? wide.detach() * 0.0  // NaN of what is not
                                                        : ranked.probabilities.detach();

@@ -1,5 +1,5 @@
-// Attention by blocks of queries, each with whole rows of scores, which backward forms again; and
-// the softmax of a block that sees a window.
+// Attention by blocks of queries, each with whole rows of scores, which backward computes again;
+// and the softmax of a block with a window.
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
-/// One attention by blocks of queries; queries [B*G, T*R, D], keys and values [B*G, N, D].
+/// Attention by blocks of queries; queries [B*G, T*R, D], keys and values [B*G, N, D].
 class Blockwise {
  public:
   Blockwise(const at::Tensor& queries, const at::Tensor& keys, std::int64_t groups,
@@ -41,7 +41,7 @@ class Blockwise {
     return entries_of(x, block).narrow(1, block.keys.begin, block.keys.size());
   }
 
-  /// The weights of a block [., rows, keys], as wide as they are formed.
+  /// Returns the weights of a block [., rows, keys], as wide as they are computed.
   at::Tensor weights(const at::Tensor& queries, const at::Tensor& keys,
                      const SeenBlock& block) const {
     const at::Tensor scores =
@@ -54,7 +54,7 @@ class Blockwise {
     return at::softmax(masked, 4).view(scores.sizes());
   }
 
-  /// [B*G, T*R, D'] out of what blocks made.
+  /// Joins the blocks' results: [B*G, T*R, D'].
   at::Tensor joined(const std::vector<at::Tensor>& parts, const at::Tensor& like) const {
     if (parts.empty())
       return at::zeros({0, sizes_.queries * repeat_, like.size(2)}, like.options());
@@ -108,11 +108,12 @@ at::Tensor values_of(const at::Tensor& v, const at::Tensor& q) {
   return joined_heads(v.reshape({q.size(0), q.size(2), q.size(1), head_dim}).transpose(1, 2));
 }
 
-/// Of scores [B*G, Q*R, N], of which B rows see what begins and ends [B, Q] say.
+/// Returns which of scores [B*G, Q*R, N] are hidden; begins and ends [B, Q] say what each of B rows
+/// sees.
 at::Tensor hidden_in_window(const at::Tensor& scores, const std::optional<at::Tensor>& begins,
                             const std::optional<at::Tensor>& ends, std::int64_t first,
                             std::int64_t window, std::int64_t queries, std::int64_t groups) {
-  // The first query stands at `first`: as many keys have none.
+  // The first query is at position `first`: so many keys have no query.
   const std::int64_t keys = first + queries, rows = scores.size(0) / groups;
   const SeenBlock block{{0, rows}, {0, queries}, {0, scores.size(2)}};
   return hidden_keys(block, {rows, queries, keys, queries}, {begins, ends, window},
@@ -165,7 +166,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     job.keys_of(grad_values, block).add_(at::bmm(wide.to(dtype).transpose(1, 2), of_grad));
     const at::Tensor grad_weights =
         at::bmm(of_grad, job.keys_of(values, block).transpose(1, 2)).to(inside);
-    // What a query does not see has weight 0, so its score gets 0.
+    // A query gives weight 0 to keys that it does not see, so their scores get 0.
     const at::Tensor scores =
         at::_softmax_backward_data(grad_weights, wide, 2, inside).to(dtype) * scale;
     grad_queries.push_back(at::bmm(scores, job.keys_of(keys, block)));

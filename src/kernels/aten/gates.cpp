@@ -16,13 +16,13 @@ struct GateAndUp {
   at::Tensor gate, up;
 };
 
-/// [..., 2I], gate then up, views.
+/// Views of [..., 2I], where the gate comes before up.
 GateAndUp side_by_side(const at::Tensor& both) {
   const std::int64_t inner = both.size(-1) / 2;
   return {both.narrow(-1, 0, inner), both.narrow(-1, inner, inner)};
 }
 
-/// [..., 2I], gate and up in turns, views.
+/// Views of [..., 2I], where gate and up alternate.
 GateAndUp interleaved(const at::Tensor& both) {
   const at::Tensor pairs = both.unflatten(-1, {both.size(-1) / 2, 2});
   return {pairs.select(-1, 0), pairs.select(-1, 1)};
@@ -53,7 +53,7 @@ at::Tensor swiglu_halves_backward(const at::Tensor& grad, const at::Tensor& both
     const auto [grad_gate, grad_up] = aten::swiglu_backward(grad, gate, up);
     return at::cat({grad_gate, grad_up}, -1);
   }
-  // The same operations, each into its place.
+  // The same operations, each with its result in place.
   const at::Tensor result = at::empty_like(both);
   auto [grad_gate, grad_up] = side_by_side(result);
   at::mul_out(grad_up, grad, at::silu(gate));

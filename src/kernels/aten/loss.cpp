@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kIgnored = -100;
 
-/// [B*T, V], as wide as the loss.
+/// Returns [B*T, V], as wide as the loss.
 at::Tensor log_probabilities(const at::Tensor& logits) {
   const at::ScalarType inside = at::promote_types(logits.scalar_type(), at::kFloat);
   return at::log_softmax(
@@ -42,8 +42,8 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
           at::empty({0}, log_p.options())};
 }
 
-// The logarithms of the probabilities are formed again: one pass more, and nothing of the size of
-// the logits is kept beside them.
+// The logarithms of the probabilities are computed again: one more pass, but nothing of the size of
+// the logits is kept in addition to them.
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,
                                       const at::Tensor& targets, const at::Tensor& /*log_sum*/) {
   const at::Tensor log_p = log_probabilities(logits);

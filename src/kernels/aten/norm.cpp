@@ -1,5 +1,5 @@
-// The norm and rope as Hugging Face's models write them, and the gradients that autograd would form
-// of these operations, in the same order.
+// The norm and rope as Hugging Face's models write them, and the gradients that autograd would
+// compute from these operations, in the same order.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/rsqrt.h>
@@ -70,7 +70,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
   if (!grad_sum || !grad_sum->defined()) {
     return {(of_normed + of_scale).to(x.scalar_type()), grad_weight};
   }
-  // The sum's own gradient is there before the norm's: the engine adds in this order.
+  // The sum's own gradient arrives before the norm's: the engine adds in this order.
   const at::Tensor grad_x = inside == x.scalar_type()
                                 ? *grad_sum + of_normed + of_scale
                                 : *grad_sum + (of_normed + of_scale).to(x.scalar_type());
@@ -79,7 +79,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
 
 namespace {
 
-/// A table [T, D/2] or [B, T, D/2] as [B, G, T, R, D/2] meets it.
+/// Returns a table [T, D/2] or [B, T, D/2] in a shape that broadcasts to [B, G, T, R, D/2].
 at::Tensor by_group(const at::Tensor& table) {
   const at::Tensor of_position = table.unsqueeze(-2);
   return table.dim() == 2 ? of_position : of_position.unsqueeze(1);

@@ -1,4 +1,4 @@
-// Sums over ranks, gradients and what optimizers do with them.
+// Sums over ranks, gradients, and the optimizers' updates.
 #include <ATen/ops/div.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
@@ -13,8 +13,9 @@
 namespace tessera::kernels::aten {
 namespace {
 
-/// What is made beside whole buckets is made of so many elements at a time (64 MiB in fp64): a
-/// bucket of a layer has hundreds of millions, and each copy of it in fp64 is twice its size.
+/// The limit of elements for temporaries of whole buckets (64 MiB in fp64), which are made in
+/// chunks: a bucket of a layer has hundreds of millions of elements, and each copy of it in fp64 is
+/// twice its size.
 constexpr std::int64_t kElementsAtATime = std::int64_t{1} << 23;
 
 struct Block {
@@ -33,8 +34,8 @@ void in_blocks(std::int64_t numel, const Body& body) {
   }
 }
 
-/// fp32 rounded to odd: what is rounded from there to a dtype of at most 22 bits is as if rounded
-/// from `value` (fp64) at once.
+/// Rounds to odd in fp32: a further rounding to a dtype of at most 22 bits gives the same bits as
+/// one rounding of `value` (fp64).
 at::Tensor to_odd(const at::Tensor& value) {
   const at::Tensor nearest = value.to(at::kFloat);
   const at::Tensor back = nearest.to(at::kDouble);
@@ -45,10 +46,10 @@ at::Tensor to_odd(const at::Tensor& value) {
 }
 
 struct Halves {
-  at::Tensor rounded, remainder;  ///< int16: the bfloat16's bits, and what is missing
+  at::Tensor rounded, remainder;  ///< int16: the bfloat16's bits, and the remaining bits
 };
 
-/// base/split_float.h on whole tensors.
+/// Applies base/split_float.h to whole tensors.
 Halves split_bits(const at::Tensor& values) {
   const at::Tensor bits = values.view(at::kInt);
   const at::Tensor is_nan = values.isnan();
@@ -63,7 +64,7 @@ Halves split_bits(const at::Tensor& values) {
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds) {
   in_blocks(result.numel(), [&](const Block& block) {
     at::Tensor sum = block.of(addends[0]).to(result.scalar_type());
-    // The first sum is memory of its own: an addend may be the result, or stay as it is.
+    // The first sum has memory of its own: an addend may be the result, or must not change.
     if (addends.size() > 1) sum = sum + block.of(addends[1]);
     for (std::size_t rank = 2; rank < addends.size(); ++rank) sum.add_(block.of(addends[rank]));
     const at::Tensor part = block.of(result);
@@ -78,7 +79,8 @@ void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor)
     result.copy_(sum);
     return;
   }
-  // Not by a number of the host: devices multiply by its rounded reciprocal then.
+  // Divides by a tensor and not by a number of the host: devices multiply by its rounded
+  // reciprocal.
   const auto dtype = sum.scalar_type();
   if (dtype == result.scalar_type() && divides_alike(dtype, factor)) {
     at::Tensor out = result;

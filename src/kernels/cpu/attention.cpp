@@ -1,7 +1,7 @@
-// Plain products around a fused softmax, by blocks of queries with the keys that they see: the
-// products take whatever matrix units the machine has, and a block's scores stay in its cache. What
-// is kept of the scores are two numbers a row; backward forms a block's weights again. Then the
-// softmax of a block of rows that see a window, with sinks.
+// Matrix products around a fused softmax, by blocks of queries with the keys that they see. The
+// products use the matrix units that the machine has, and a block's scores stay in its cache. Of
+// the scores two numbers a row are kept; backward computes a block's weights again. Then the
+// softmax of a block of rows with a window and sinks.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -34,14 +34,14 @@ struct Sizes {
   std::int64_t rows, groups, positions, repeat, head_dim;
 };
 
-/// What becomes of a tensor: a call returns it, or has it for itself.
+/// Whether a call returns a tensor or uses it only for itself.
 enum class Role { kResult, kTemporary };
 
 at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like, Role role) {
   return role == Role::kResult ? result(sizes, like.options()) : at::empty(sizes, like.options());
 }
 
-/// Dims 1 and 2 of x [., ., ., .] exchanged, as `sizes`: a copy, where it has to be one.
+/// Exchanges dims 1 and 2 of x [., ., ., .], viewed as `sizes`; copies only where necessary.
 at::Tensor turned(const at::Tensor& x, at::IntArrayRef sizes, Role role) {
   const at::Tensor other = x.transpose(1, 2);
   if (other.is_contiguous()) return other.view(sizes);
@@ -50,7 +50,7 @@ at::Tensor turned(const at::Tensor& x, at::IntArrayRef sizes, Role role) {
   return copy;
 }
 
-/// [B, T, G*n*D] -> [B*G, T*n, D], a copy. D is x's own: values may have another than queries.
+/// Copies [B, T, G*n*D] -> [B*G, T*n, D]. D is x's own: values may have another one than queries.
 at::Tensor by_group(const at::Tensor& x, const Sizes& sizes, std::int64_t n, Role role) {
   const std::int64_t head_dim = x.size(2) / (sizes.groups * n);
   return turned(x.view({sizes.rows, sizes.positions, sizes.groups, n * head_dim}),
@@ -64,23 +64,23 @@ at::Tensor by_position(const at::Tensor& x, const Sizes& sizes, std::int64_t n) 
                 {sizes.rows, sizes.positions, sizes.groups * n * head_dim}, Role::kResult);
 }
 
-/// [B, G, T, n, D] -> [B*G, T*n, D], a view.
+/// Views [B, G, T, n, D] as [B*G, T*n, D].
 at::Tensor flat(const at::Tensor& x) {
   return x.view({x.size(0) * x.size(1), x.size(2) * x.size(3), x.size(4)});
 }
 
-/// Queries of a block, of some of the rows and groups: what is computed at a time.
+/// Queries of a block, of some of the rows and groups, which are computed together.
 struct Part {
   SeenBlock block;
   layout::Range rows, groups;  ///< whole rows, or groups of one row
   std::int64_t entries() const { return rows.size() * groups.size(); }
 };
 
-/// Scores of a part stay in the cache of a core or two.
+/// The scores of a part stay in the cache of a core or two.
 constexpr std::int64_t kScoresBytes = std::int64_t{1} << 20;
 
-/// Short enough that little is computed that no query sees, long enough for products: those of 16
-/// bits want more.
+/// Short enough that few scores are computed that no query sees, long enough for efficient
+/// products: those of 16 bits need longer ones.
 std::int64_t queries_of_block(const Sizes& sizes, const SeenKeys& seen,
                               std::int64_t element_bytes) {
   const std::int64_t factor = element_bytes == 2 ? 2 : 1;
@@ -109,7 +109,7 @@ std::vector<Part> parts_of(const Sizes& sizes, std::int64_t keys, const SeenKeys
   return parts;
 }
 
-/// One attention: views of its tensors that a part meets, and memory that all parts share.
+/// One attention: views of its tensors for each part, and memory that all parts share.
 class Parts {
  public:
   enum Memory : std::size_t { kWeights, kScores, kProduct, kMemories };
@@ -125,7 +125,7 @@ class Parts {
         like_(keys),
         parts_(parts_of(sizes, keys_, seen, keys.element_size())) {}
 
-  /// All parts; where loops do nothing the one with most scores, since all take the same memory.
+  /// Returns all parts; in a dry run only the one with most scores, since all take the same memory.
   std::span<const Part> computed() const {
     if (!base::shapes_only() || parts_.empty()) return parts_;
     const auto most = std::ranges::max_element(parts_, {}, [](const Part& part) {
@@ -133,14 +133,14 @@ class Parts {
     });
     return {most, most + 1};
   }
-  /// Each row's queries meet all its keys in one part.
+  /// Whether each row's queries meet all their keys in one part.
   bool at_once() const {
     return std::ranges::all_of(parts_, [this](const Part& part) {
       return part.block.queries.size() == sizes_.positions && part.block.keys.size() == keys_;
     });
   }
 
-  // Memory of a part, of which one at a time has it. [entries, rows, keys]:
+  // Memory that the parts use in turn. [entries, rows, keys]:
   at::Tensor scores(Memory memory, const Part& part) {
     return taken(memory, {part.entries(), rows_of(part), part.block.keys.size()});
   }
@@ -153,12 +153,12 @@ class Parts {
     return taken(kProduct, {part.entries(), part.block.keys.size(), columns});
   }
 
-  /// Of x [B*G, T*R, ...].
+  /// Returns the part's queries of x [B*G, T*R, ...].
   at::Tensor queries_of(const at::Tensor& x, const Part& part) const {
     return entries_of(x, part).narrow(1, part.block.queries.begin * sizes_.repeat,
                                       part.block.queries.size() * sizes_.repeat);
   }
-  /// Of x [B*G, N, ...].
+  /// Returns the part's keys of x [B*G, N, ...].
   at::Tensor keys_of(const at::Tensor& x, const Part& part) const {
     return entries_of(x, part).narrow(1, part.block.keys.begin, part.block.keys.size());
   }
@@ -166,11 +166,11 @@ class Parts {
     return x.narrow(0, part.rows.begin * sizes_.groups + part.groups.begin, part.entries());
   }
 
-  /// Softmax of the rows of `scores` in place; `sums` [entries, rows, 2] or undefined.
+  /// Computes the softmax of the rows of `scores` in place; `sums` [entries, rows, 2] or undefined.
   void softmax(const at::Tensor& scores, const at::Tensor& sums, const Part& part) const {
     run(scores, {}, sums, part);
   }
-  /// From the gradient of weights to that of scores in place; `scores` become the weights.
+  /// Turns the gradient of weights into that of scores, in place; `scores` become the weights.
   void softmax_backward(const at::Tensor& grad, const at::Tensor& scores, const at::Tensor& sums,
                         const Part& part) const {
     run(grad, scores, sums, part);
@@ -205,7 +205,7 @@ class Parts {
             .keys = part.block.keys.size(),
             .first = keys_ - sizes_.positions + queries.begin - part.block.keys.begin,
             .window = seen_.window,
-            .groups = part.entries(),  // of one row, where rows see anything of their own
+            .groups = part.entries(),  // of one row, where rows differ in what they see
             .repeat = sizes_.repeat,
             .period = queries.size() * sizes_.repeat};
   }
@@ -235,8 +235,9 @@ class Parts {
   std::array<at::Tensor, kMemories> memory_;
 };
 
-/// queries [B*G, T*R, D] of the last T of N positions, keys and values [B*G, N, D] -> [B, T,
-/// G*R*D']. The rows' sums go to `sums` [parts' rows, 2], part after part, where it is there.
+/// Computes attention: queries [B*G, T*R, D] of the last T of N positions, keys and values [B*G, N,
+/// D] -> [B, T, G*R*D']. Writes the rows' sums to `sums` [parts' rows, 2], part after part, if it
+/// is defined.
 at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
                   const Sizes& sizes, const SeenKeys& seen, double scale, const at::Tensor& sums) {
   const std::int64_t head_dim = values.size(2);
@@ -265,8 +266,8 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   return result;
 }
 
-/// A gradient of keys or values [B*G, N, D] out of parts' addends: added in fp32, in the order of
-/// the parts, and rounded once; of one part a row, which is the whole, formed where it belongs.
+/// Sums a gradient of keys or values [B*G, N, D] over parts: in fp32, in the order of the parts,
+/// rounded once. Where a row has one part, which is the whole, its product is written in place.
 class KeySum {
  public:
   KeySum(const at::Tensor& result, bool at_once) : result_(result) {
@@ -274,7 +275,7 @@ class KeySum {
     sum_ =
         result.scalar_type() == at::kFloat ? result.zero_() : at::zeros(result.sizes(), at::kFloat);
   }
-  /// The product of rows [entries, rows, keys], turned, with values [entries, rows, D].
+  /// Adds the product of the transposed rows [entries, rows, keys] with values [entries, rows, D].
   void add(Parts& parts, const Part& part, const at::Tensor& rows, const at::Tensor& values) {
     if (!sum_.defined()) {
       at::Tensor whole = parts.entries_of(result_, part);
@@ -298,7 +299,7 @@ class KeySum {
   at::Tensor result_, sum_;
 };
 
-/// Contiguous: tables read them by rows (Parts::seen_by).
+/// Makes them contiguous: tables read them by rows (Parts::seen_by).
 SeenKeys seen_keys_of(const std::optional<at::Tensor>& begins,
                       const std::optional<at::Tensor>& ends, std::int64_t window) {
   const auto read = [](const std::optional<at::Tensor>& tensor) {

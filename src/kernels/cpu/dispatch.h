@@ -1,7 +1,7 @@
-// From tensors to the typed kernel tables.
+// Dispatch from tensors to the typed kernel tables.
 //
-// fp32 and bf16 on the CPU have kernels, everything else takes the functions of ../aten. Next:
-// tables.h.
+// There are kernels for fp32 and bf16 on the CPU; everything else uses the functions of ../aten.
+// Next: tables.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ inline bool has_kernels(const at::Tensor& activation) {
          (activation.scalar_type() == at::kFloat || activation.scalar_type() == at::kBFloat16);
 }
 
-/// With a norm's weight (undefined counts as none).
+/// Whether there are kernels for the tensors; an undefined norm's weight counts as none.
 inline bool has_kernels(const at::Tensor& activation, const at::Tensor& weight) {
   return has_kernels(activation) &&
          (!weight.defined() ||
@@ -27,7 +27,7 @@ inline bool has_kernels(const at::Tensor& activation, const at::Tensor& weight) 
                                         weight.scalar_type() == at::kFloat)));
 }
 
-/// As kernels read it; undefined for none.
+/// Returns the tensor as kernels read it; an undefined one for none.
 inline at::Tensor contiguous_or_none(const std::optional<at::Tensor>& tensor) {
   return tensor && tensor->defined() ? tensor->contiguous() : at::Tensor();
 }
@@ -47,7 +47,7 @@ struct Types {
   using W = WeightType;
 };
 
-/// use(Types<T, W>{}, kernels) for the two dtypes.
+/// Calls use(Types<T, W>{}, kernels) for the two dtypes.
 template <class Use>
 void with_kernels(at::ScalarType activation, at::ScalarType weight, Use&& use) {
   const Isa& isa = best_isa();
@@ -64,7 +64,7 @@ void with_kernels(at::ScalarType activation, Use&& use) {
   with_kernels(activation, activation, std::forward<Use>(use));
 }
 
-/// About this many elements are worth a thread, which may have to be woken (base/threads/product.h).
+/// Returns how many rows justify a thread, which may have to be woken (base/threads/product.h).
 inline std::int64_t rows_a_thread(std::int64_t columns) {
   constexpr std::int64_t kElements = 65536;
   return columns >= kElements ? 1 : kElements / (columns > 0 ? columns : 1);

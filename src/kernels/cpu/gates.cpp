@@ -8,14 +8,14 @@
 namespace tessera::kernels::cpu {
 namespace {
 
-/// [..., I] of [..., 2I].
+/// Returns a new [..., I] for [..., 2I].
 at::Tensor empty_half(const at::Tensor& both) {
   std::vector<std::int64_t> shape = both.sizes().vec();
   shape.back() /= 2;
   return result(shape, both.options());
 }
 
-/// The two halves of a row lie side by side: read and written where they are.
+/// Runs `body` on the two halves of each row, which are read and written in place.
 template <class Body>
 void for_rows(const at::Tensor& both, const Body& body) {
   const std::int64_t columns = both.size(-1);

@@ -1,4 +1,4 @@
-// The kernels themselves, and one instruction set's table of them: compiled once for each, with
+// The kernels, and one instruction set's table of them: compiled once for each set, with
 // TESSERA_CPU_ISA and its flags.
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/tables.h"
@@ -16,7 +16,7 @@ void norm_forward(const NormForward<T, W>& job, long begin, long end) {
     for_lanes(columns, [&](long i, long count) {
       Lanes value = load(x + i, count);
       if (residual != nullptr) {
-        // The norm reads the rounded sum, as the layers behind it do.
+        // The norm reads the rounded sum, as the layers after it do.
         store(total + i, value + load(residual + i, count), count);
         value = load(total + i, count);
       }
@@ -46,7 +46,7 @@ void norm_backward(const NormBackward<T, W>& job, long begin, long end) {
     for_lanes(columns, [&](long i, long count) {
       const Lanes weighted_x = load(grad + i, count) * load(x + i, count);
       products += weighted_x * load(job.weight + i, count);
-      if (job.grad_weight == nullptr) return;  // nobody wants it
+      if (job.grad_weight == nullptr) return;  // not requested
       store(job.grad_weight + i, load(job.grad_weight + i, count) + weighted_x * scale, count);
     });
     const float along = sum(products) * scale * scale * scale / static_cast<float>(columns);
@@ -59,7 +59,7 @@ void norm_backward(const NormBackward<T, W>& job, long begin, long end) {
   }
 }
 
-/// Where head `head` of token `token` lies in [B, H/R, T, R, D].
+/// The offset of head `head` of token `token` in [B, H/R, T, R, D].
 template <class Job>
 TESSERA_LANES_INLINE long rotated_place(const Job& job, long token, long head) {
   const long row = token / job.positions;
@@ -167,7 +167,7 @@ void heads_backward(const HeadsBackward<T, W>& job, long begin, long end) {
   }
 }
 
-/// Keys [begin, end).
+/// The keys [begin, end).
 struct SeenRange {
   long begin, end;
   TESSERA_LANES_INLINE long size() const { return end - begin; }
@@ -268,7 +268,7 @@ void swiglu_backward(const Swiglu<T>& job, long begin, long end) {
   });
 }
 
-/// What both directions start from, in fp32.
+/// The values that forward and backward both begin with, in fp32.
 struct ClampedLanes {
   Lanes gate, up;                     ///< clamped; NaN stays NaN
   Lanes open;                         ///< sigmoid(alpha * gate)
@@ -319,7 +319,7 @@ void cross_entropy_forward(const CrossEntropy<T>& job, long begin, long end) {
     const long target = job.targets[row];
     if (target < 0) {
       job.loss[row] = 0.0;
-      job.log_sum[row] = 0.0F;  // nobody reads it, but whoever compares results
+      job.log_sum[row] = 0.0F;  // read only by comparisons of results
       continue;
     }
     const T* logits = job.logits + row * job.vocabulary;

@@ -1,4 +1,4 @@
-// The ends of a model: the embedding of tokens, and the loss of their logits.
+// The embedding of tokens, and the loss of logits.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
@@ -16,7 +16,7 @@
 namespace tessera::kernels::cpu {
 namespace {
 
-/// Positions ordered by token, and the tokens in that order with one -1 behind them.
+/// Positions ordered by token, and the tokens in that order, followed by one -1.
 struct Order {
   Order(const at::Tensor& ids, std::int64_t padding) {
     const auto* id = static_cast<const std::int64_t*>(ids.const_data_ptr());
@@ -37,7 +37,7 @@ struct Order {
 }  // namespace
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t /*padding*/) {
-  weight.const_data_ptr();  // a parameter without data says so here, not as a failed view
+  weight.const_data_ptr();  // a parameter without data throws here, and not as a failed view
   std::vector<std::int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   return at::index_select(weight, 0, ids.reshape({ids.numel()})).view(shape);

@@ -21,14 +21,15 @@ namespace {
 /// threads.
 class RowBlocks {
  public:
-  /// `elements`: how many each row has for part() to work on; `columns`: how many sums there are.
+  /// `elements` is the number of elements of each row for part() to work on; `columns` the number
+  /// of sums.
   RowBlocks(std::int64_t rows, std::int64_t elements, std::int64_t columns);
 
-  /// part(begin, end, sums) once a block, on several threads where there are elements enough; `sums`
-  /// [columns] begins as zeros.
+  /// Calls part(begin, end, sums) once a block, on several threads where there are enough elements;
+  /// `sums` [columns] begins as zeros.
   void run(c10::function_ref<void(std::int64_t, std::int64_t, float*)> part);
 
-  /// fp32 [columns].
+  /// Returns fp32 [columns].
   at::Tensor total() const;
 
  private:
@@ -65,11 +66,11 @@ at::Tensor RowBlocks::total() const {
     const float* from = sums + block * columns;
     for (std::int64_t i = 0; i < columns; ++i) sums[i] += from[i];
   }
-  // Not a view: a gradient that shares memory with other sums could not be taken over by anyone.
+  // Not a view: a gradient that shares memory with other sums could not be moved by its receiver.
   return blocks == 1 ? sums_.select(0, 0) : sums_.select(0, 0).clone();
 }
 
-/// Forward into `y`, `sum` (undefined without a residual) and `scale`.
+/// Computes forward into `y`, `sum` (undefined without a residual) and `scale`.
 void run_forward(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                  double eps, const at::Tensor& sum, const at::Tensor& y, const at::Tensor& scale) {
   with_kernels(x.scalar_type(), weight.scalar_type(), [&](auto types, const auto& kernels) {
@@ -89,7 +90,7 @@ void run_forward(const at::Tensor& x, const at::Tensor& residual, const at::Tens
   });
 }
 
-/// [...] of x [..., K].
+/// Returns a new [...] for x [..., K].
 at::Tensor empty_scale(const at::Tensor& x) {
   return result(x.sizes().slice(0, static_cast<std::size_t>(x.dim() - 1)),
                 x.options().dtype(at::kFloat));

@@ -1,4 +1,4 @@
-// Sums over ranks, gradients and what optimizers do with them.
+// Sums over ranks, gradients, and the optimizers' updates.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/ops/_fused_adamw.h>
@@ -125,8 +125,8 @@ void add_into(const at::Tensor& result, const at::Tensor& addend) {
 
 namespace {
 
-/// fp32 rounded to odd: what is rounded from there to a dtype of at most 22 bits is as if rounded
-/// from `value` at once.
+/// Rounds to odd in fp32: a further rounding to a dtype of at most 22 bits gives the same bits as
+/// one rounding of `value`.
 float to_odd(double value) {
   const auto nearest = static_cast<float>(value);
   const auto back = static_cast<double>(nearest);
@@ -194,7 +194,7 @@ struct Power {
   double operator()(double value) const { return std::pow(std::abs(value) / largest, p); }
 };
 
-// What a norm of gradients adds, in fp64 with a fixed order of additions: blocks, then blocks in
+// Sums a norm's terms, in fp64 with a fixed order of additions: within blocks, then blocks in
 // order.
 template <class T, class F>
 double sum_of(const T* data, std::int64_t count, const F& f) {
@@ -291,7 +291,7 @@ void take_over_changes(const at::Tensor& shard, const at::Tensor& master) {
   });
 }
 
-// PyTorch's fused kernel: one pass over all that an update reads and writes.
+// As PyTorch's fused kernel: one pass over all that an update reads and writes.
 void adamw(at::TensorList parameters, at::TensorList grads, at::TensorList first,
            at::TensorList second, at::TensorList steps, double lr, double beta1, double beta2,
            double weight_decay, double eps) {

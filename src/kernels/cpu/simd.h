@@ -1,9 +1,9 @@
 // Sixteen fp32 lanes for the CPU kernels, written once and compiled for several instruction sets.
 //
-// GCC's and clang's vector types are lowered to whatever the flags of the translation unit allow;
-// the order of every reduction is that of sixteen lanes on all of them. Only kernel code includes
-// this: no torch header and no library but the intrinsics, which are inlined, so that nothing
-// compiled with wide instructions can be picked by the linker for common use. Next: tables.h.
+// GCC's and clang's vector types compile to what the flags of the translation unit allow; the order
+// of every reduction is that of sixteen lanes on all instruction sets. Only kernel code includes
+// this header: no torch header and no library but the intrinsics, which are inlined, so that the
+// linker cannot pick anything compiled with wide instructions for common use. Next: tables.h.
 #pragma once
 
 #ifdef __AVX2__
@@ -48,7 +48,7 @@ TESSERA_LANES_INLINE Lanes widen(HalfWords bits) {
   return reinterpret_cast<Lanes>(words);
 }
 
-/// To the nearest bf16, ties to even; NaN stays NaN.
+/// Rounds to the nearest bf16, ties to even; NaN stays NaN.
 TESSERA_LANES_INLINE HalfWords narrow(Lanes value) {
   const auto words = reinterpret_cast<WordLanes>(value);
   const WordLanes rounded = (words + 0x7FFFU + ((words >> 16) & 1U)) >> 16;
@@ -74,7 +74,7 @@ TESSERA_LANES_INLINE void store(BFloat16* to, Lanes value) {
   __builtin_memcpy(to, &bits, sizeof(bits));
 }
 
-/// The first `count` lanes, the others `rest`.
+/// Loads the first `count` lanes; the others are `rest`.
 template <class T>
 TESSERA_LANES_INLINE Lanes load(const T* from, long count, float rest = 0.0F) {
   if (count == kLanes) return load(from);
@@ -91,8 +91,8 @@ TESSERA_LANES_INLINE void store(T* to, Lanes value, long count) {
   __builtin_memcpy(to, padded, static_cast<unsigned long>(count) * sizeof(T));
 }
 
-// The same with masks, where the instruction set has them: a copy through memory waits for the store
-// before it. Lanes beyond `count` are neither read nor written.
+// The same with masks, where the instruction set has them: a copy through memory waits for the
+// store before it. Lanes beyond `count` are neither read nor written.
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 TESSERA_LANES_INLINE unsigned short first_lanes(long count) {
   return static_cast<unsigned short>((1U << count) - 1U);
@@ -141,7 +141,7 @@ struct LanePairs {
   Lanes even, odd;
 };
 
-/// The first `count` pairs of neighbours, the others 0.
+/// Loads the first `count` pairs of neighbours; the others are 0.
 template <class T>
 TESSERA_LANES_INLINE LanePairs load_pairs(const T* from, long count) {
   const long first = 2 * count < kLanes ? 2 * count : kLanes;
@@ -165,7 +165,7 @@ TESSERA_LANES_INLINE void store_pairs(T* to, const LanePairs& pairs, long count)
         2 * count - first);
 }
 
-/// body(begin, count) over [0, size) in steps of sixteen, the last one shorter.
+/// Calls body(begin, count) over [0, size) in steps of sixteen, the last one shorter.
 template <class Body>
 TESSERA_LANES_INLINE void for_lanes(long size, const Body& body) {
   long begin = 0;
@@ -179,21 +179,21 @@ TESSERA_LANES_INLINE V max(V a, V b) {
   return a > b ? a : b;
 }
 
-/// Pairs of lanes that are 8, 4, 2, 1 apart, in this order on every machine.
+/// Adds pairs of lanes that are 8, 4, 2, 1 apart, in this order on every machine.
 TESSERA_LANES_INLINE float sum(Lanes value) {
   const Eight eight = low_half(value) + high_half(value);
   const Four four = low_half(eight) + high_half(eight);
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
-/// The result is any lane where one of them is NaN.
+/// Returns any lane where one of them is NaN.
 TESSERA_LANES_INLINE float greatest(Lanes value) {
   const Eight eight = max(low_half(value), high_half(value));
   const Four four = max(low_half(eight), high_half(eight));
   return max(max(four[0], four[2]), max(four[1], four[3]));
 }
 
-/// e^x within 2 units in the last place for x in [-87, 87], the value of the nearer end outside
-/// (nothing here depends on numbers beyond 1e38); NaN stays NaN.
+/// Returns e^x within 2 units in the last place for x in [-87, 87], and the value of the nearer end
+/// outside (nothing here depends on numbers beyond 1e38); NaN stays NaN.
 TESSERA_LANES_INLINE Lanes exp(Lanes x) {
   constexpr float kEnd = 87.0F;
   // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 leaves the rounded n in the low bits.

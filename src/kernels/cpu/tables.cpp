@@ -1,4 +1,4 @@
-// Which instruction sets were compiled, and which of them this machine has.
+// The instruction sets that were compiled, and the choice among those that this machine has.
 #include "kernels/cpu/tables.h"
 
 #if defined(__aarch64__)

@@ -1,11 +1,11 @@
 // The table of fused CPU kernels: plain functions over plain memory, one table an instruction set.
 //
-// best_level() picks the widest set that this machine has, once. Every kernel works on a range, so
-// that callers divide the rows over threads; sums over rows are formed in blocks whose borders
-// depend on the sizes alone, so results do not depend on the number of threads. All keep fp32
-// inside and round once. T is the activation's type, W a norm weight's (T or float). Short symbols:
-// K columns, D head_dim, H heads, R query heads of a key/value head, V vocabulary. Next:
-// isa.cpp, which fills the tables.
+// best_isa() picks the widest set that this machine has, once. Every kernel works on a range, so
+// that callers divide the rows over threads; sums over rows are computed in blocks whose borders
+// depend only on the sizes, so results do not depend on the number of threads. All use fp32 inside
+// and round once. T is the activation's type, W a norm weight's (T or float). Short symbols: K
+// columns, D head_dim, H heads, R query heads of a key/value head, V vocabulary. Next: isa.cpp,
+// which fills the tables.
 #pragma once
 
 namespace tessera::kernels::cpu {
@@ -15,8 +15,8 @@ struct BFloat16 {
   unsigned short bits;
 };
 
-/// Rows of x [rows, K]; `residual` may be null, else x + residual is what is normed, and goes to
-/// `sum`.
+/// Norms rows of x [rows, K]. Where `residual` is not null it norms x + residual, which it writes
+/// to `sum`.
 template <class T, class W>
 struct NormForward {
   const T* x;
@@ -33,21 +33,21 @@ template <class T, class W>
 struct NormBackward {
   const T* grad;      ///< of y
   const T* grad_sum;  ///< of sum, or null
-  const T* x;         ///< what was normed
+  const T* x;         ///< the normed values
   const W* weight;
   const float* scale;
-  T* grad_x;           ///< of x and of residual alike
+  T* grad_x;           ///< of x, and equally of residual
   float* grad_weight;  ///< [K], the range's sum is added; or null
   long columns;
 };
 
-/// One of q and k: norm of each head if `weight` is not null, then rope.
-/// x [B, T, H*D] -> y [B, H/R, T, R, D].
+/// Norms each head of q or k if `weight` is not null, then applies rope. x [B, T, H*D] -> y [B,
+/// H/R, T, R, D].
 template <class T, class W>
 struct HeadsForward {
   const T* x;
   const W* weight;  ///< [D] or null
-  const T* cos;     ///< [table, D/2]: T of them, or B*T
+  const T* cos;     ///< [table, D/2]: T rows, or B*T
   const T* sin;
   T* y;
   float* scale;  ///< [B*T, H] or null
@@ -68,16 +68,16 @@ struct HeadsBackward {
   long table, positions, heads, repeat, head_dim;
 };
 
-/// Which of the keys a row of scores sees (kernels/seen_blocks.h): row r is one of query (r %
-/// period) / repeat, which stands at `first` and its number, of row r / period / groups.
+/// The keys that a row of scores sees (kernels/seen_blocks.h): row r belongs to query (r % period)
+/// / repeat, counted from position `first`, of row r / period / groups.
 struct SeenByRows {
-  const long* begins;  ///< [rows, period / repeat] or null, of all keys
-  const long* ends;    ///< likewise
-  long from;           ///< of all keys the first one here
+  const long* begins;  ///< [rows, period / repeat] or null, counted among all keys
+  const long* ends;    ///< the same
+  long from;           ///< the first key here, counted among all
   long keys, first, window, groups, repeat, period;
 };
 
-/// Rows of scores, in place; what a row does not see becomes 0.
+/// Works on rows of scores, in place; keys that a row does not see become 0.
 template <class T>
 struct CausalRows {
   T* scores;    ///< [rows, keys], or dP on the way back
@@ -89,7 +89,7 @@ struct CausalRows {
 };
 
 /// The same with sinks: row r belongs to head (r / period) % groups * repeat + r % repeat. Scores
-/// are fp32 whatever the activations are.
+/// are fp32 for every dtype of activations.
 struct WindowRows {
   float* scores;         ///< [rows, keys], or dP on the way back
   const float* weights;  ///< [rows, keys], softmax's result; backward only
@@ -130,7 +130,7 @@ struct CrossEntropy {
   long vocabulary;
 };
 
-/// Rows of grad are summed by token: `order` lists positions, equal tokens together.
+/// Sums rows of grad by token: `order` lists positions, equal tokens together.
 template <class T>
 struct EmbeddingBackward {
   const T* grad;       ///< [tokens, K]
@@ -140,7 +140,7 @@ struct EmbeddingBackward {
   long columns;
 };
 
-/// All kernels of one pair of types. Ranges: rows, tokens, elements or places in `order`.
+/// All kernels of one pair of types. Ranges are of rows, tokens, elements or places in `order`.
 template <class T, class W>
 struct Kernels {
   void (*norm_forward)(const NormForward<T, W>&, long begin, long end);
@@ -158,7 +158,7 @@ struct Kernels {
   void (*embedding_backward)(const EmbeddingBackward<T>&, long begin, long end);
 };
 
-/// One instruction set.
+/// The tables of one instruction set.
 struct Isa {
   const char* name;  ///< "avx512", "avx2", "baseline"
   Kernels<float, float> fp32;
@@ -168,7 +168,7 @@ struct Isa {
   void (*window_softmax_backward)(const WindowRows&, long begin, long end);
 };
 
-/// All that were compiled, the widest first, and whether this machine runs it: for tests.
+/// All that were compiled, the widest first, and whether this machine runs each: for tests.
 struct IsaChoice {
   const Isa* isa;
   bool supported;
@@ -180,7 +180,7 @@ struct IsaList {
 };
 const IsaList& isas();
 
-/// The widest one that this machine runs.
+/// Returns the widest one that this machine runs.
 const Isa& best_isa();
 
 /// Whether this machine multiplies bf16; where it does not, libtorch's products are several times

@@ -1,7 +1,7 @@
-// Attention by ATen's flash attention, or by cuDNN's where libtorch would take it (on Hopper),
-// which take [B, heads, T, D] in any order of memory but the last dim's, and fewer keys than
-// queries: what rope_heads and a projection give is a view of it, so that nothing is copied on the
-// way in or out. It is what is merely causal: borders and windows are those of aten/.
+// Attention by ATen's flash attention, or by cuDNN's where libtorch would take it (on Hopper).
+// These take [B, heads, T, D] in any order of memory but the last dim's, and fewer keys than
+// queries. The results of rope_heads and a projection are views of that, so nothing is copied on
+// the way in or out. Only for merely causal attention: borders and windows are in aten/.
 #include <ATen/Context.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -20,7 +20,8 @@ namespace {
 /// [B, G, T, R, D] -> [B, G*R, T, D].
 at::Tensor by_head(const at::Tensor& x) { return x.transpose(2, 3).flatten(1, 2); }
 
-/// [B, T, G*D'] -> [B, G, T, D], zeros behind D': a head of values is as long as one of keys there.
+/// [B, T, G*D'] -> [B, G, T, D], with zeros after D': a head of values is as long as one of keys
+/// there.
 at::Tensor of_groups(const at::Tensor& v, std::int64_t groups, std::int64_t head_dim) {
   const at::Tensor heads = v.unflatten(2, {groups, v.size(2) / groups}).transpose(1, 2);
   const std::int64_t missing = head_dim - heads.size(3);
@@ -32,8 +33,8 @@ at::Tensor by_position(const at::Tensor& heads, std::int64_t head_dim) {
   return heads.narrow(3, 0, head_dim).transpose(1, 2).flatten(2, 3);
 }
 
-/// As libtorch's own attention chooses: by card, versions, shapes, and settings (not where results
-/// have to be deterministic).
+/// Chooses as libtorch's own attention does: by card, versions, shapes, and settings (never cuDNN
+/// where results have to be deterministic).
 bool chooses_cudnn(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
                    double scale) {
   if (!queries.is_cuda()) return false;
@@ -43,8 +44,9 @@ bool chooses_cudnn(const at::Tensor& queries, const at::Tensor& keys, const at::
   return choice == static_cast<std::int64_t>(at::SDPBackend::cudnn_attention);
 }
 
-// What is kept: the inputs as they are, the result, the logarithms of the rows' sums in fp32, seed
-// and offset of the dropout that there is not; and one more of cuDNN, by which backward knows.
+// The tensors kept for backward: the inputs, the result, the logarithms of the rows' sums in fp32,
+// seed and offset of a dropout that is not used; and one more for cuDNN, by which backward
+// recognizes it.
 constexpr std::size_t kKeptOfFlash = 7;
 
 }  // namespace
@@ -88,7 +90,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
   const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2];
   const std::int64_t positions = queries.size(2);
   const std::int64_t head_dim = grad.size(2) / (groups * repeat);
-  const at::Tensor none;  // rows are of one length
+  const at::Tensor none;  // rows have one length
   const at::Tensor of_result = of_groups(grad, groups * repeat, queries.size(3));
   auto [grad_q, grad_k, grad_v] =
       kept.size() == kKeptOfFlash

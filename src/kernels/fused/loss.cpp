@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kIgnored = -100;
 
-/// Logits [B, T, V] as rows, and what they are compared with.
+/// Logits [B, T, V] as rows, and their targets.
 class Rows {
  public:
   Rows(const at::Tensor& logits, const at::Tensor& targets)
@@ -25,7 +25,7 @@ class Rows {
         target(targets.reshape({-1}).mul(kept)),  // an ignored one is compared with token 0
         logits_(logits.reshape({target.numel(), logits.size(2)})) {}
 
-  /// body(begin, count, logits of these rows).
+  /// Calls body(begin, count, logits of these rows).
   template <class Body>
   void in_blocks(const Body& body) const {
     const std::int64_t rows = target.numel();
@@ -44,9 +44,9 @@ class Rows {
   const at::Tensor logits_;
 };
 
-/// (softmax - 1 at the target) * grad, and 0 for what is ignored. Two passes over the logits: log p,
-/// as wide as the loss, and factor * p, which rounds once. Writes: result [B, T, V], which may be the
-/// logits.
+/// Writes (softmax - 1 at the target) * grad, and 0 for ignored rows. Two passes over the logits:
+/// log p, as wide as the loss, and factor * p, which rounds once. Writes: result [B, T, V], which
+/// may be the logits.
 void write_gradient(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& targets,
                     const at::Tensor& log_sum, const at::Tensor& result) {
   const Rows rows(logits, targets);
@@ -58,7 +58,7 @@ void write_gradient(const at::Tensor& grad, const at::Tensor& logits, const at::
     const at::Tensor log_p = at::sub(block, part(log_sums));
     const at::Tensor of_target = log_p.gather(1, part(rows.target)).expm1_().mul_(part(factor));
     at::Tensor rounded = to.narrow(0, begin, count);
-    // Of x <= 0 this is factor * exp(x) in one pass; above 0 (by rounding, no more) the factor.
+    // For x <= 0 this is factor * exp(x) in one pass; above 0 (by rounding, no more) the factor.
     at::elu_backward_out(rounded, part(factor), /*alpha=*/1, /*scale=*/1, /*input_scale=*/1,
                          /*is_result=*/false, log_p);
     rounded.scatter_(1, part(rows.target), of_target.to(rounded.scalar_type()));

@@ -11,8 +11,8 @@
 namespace tessera::kernels::fused {
 namespace {
 
-/// A device's norm takes one dtype: a wider weight widens what is normed, which is rounded once, all
-/// the same.
+/// Returns the one dtype that a device's norm takes: a wider weight widens what is normed, which is
+/// still rounded once.
 at::ScalarType one_dtype(const at::Tensor& x, const at::Tensor& weight) {
   return at::promote_types(x.scalar_type(), weight.scalar_type());
 }
@@ -38,8 +38,8 @@ std::tuple<at::Tensor, at::Tensor> normed_backward(const at::Tensor& grad, const
           of_weight ? grad_weight.to(weight.scalar_type()) : at::Tensor()};
 }
 
-/// Pairs (i, i + D/2) of x [B, T, H, D] turned by cos and sin [T, D/2] or [B, T, D/2]: a product, and to each half
-/// the other's part.
+/// Rotates pairs (i, i + D/2) of x [B, T, H, D] by cos and sin [T, D/2] or [B, T, D/2]: one
+/// product, then to each half the other's part.
 at::Tensor turned(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign) {
   const auto halves = [&](const at::Tensor& of) { return of.unflatten(3, {2, x.size(3) / 2}); };
   const at::Tensor from = halves(x);
@@ -89,7 +89,7 @@ std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
     std::tie(split, scale) = normed(split, *weight, eps);
     scale = scale.reshape({x.size(0) * x.size(1), heads});
   }
-  // [B, T, H, D] as [B, G, T, R, D]: a view, which attention takes as it lies.
+  // [B, T, H, D] as [B, G, T, R, D]: a view, which attention takes without a copy.
   return {turned(split, cos, sin, 1.0).unflatten(2, {heads / repeat, repeat}).transpose(1, 2),
           scale};
 }
