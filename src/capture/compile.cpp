@@ -1,4 +1,4 @@
-// compile(): what of it needs the model itself.
+// compile(): the part that needs the model itself.
 #include "tessera/compile.h"
 
 #include <torch/version.h>
@@ -32,7 +32,7 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
     run.micro_batches = options.micro_batches;
     require_made_for(*planning->given, run, planning->plan_from);
   }
-  set_regions();  // no error of the options comes behind it
+  set_regions();  // last: an error of the options must change nothing
   const auto make = [planning](const auto& record, const auto& units, const auto& eager,
                                fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
@@ -57,7 +57,7 @@ void capture::replay_regions(const ShardedBase& model) {
 
 namespace {
 
-/// None where none are replayed.
+/// Returns none where no regions are replayed.
 std::shared_ptr<capture::ReplayedRegions> replayed_regions(const ShardedBase& model) {
   return std::dynamic_pointer_cast<capture::ReplayedRegions>(fsdp::regions_of(model));
 }
@@ -72,7 +72,8 @@ capture::RegionBlocks capture::take_region_blocks(const ShardedBase& model) {
 capture::RegionBytes capture::region_bytes(const ShardedBase& model) {
   const auto regions = replayed_regions(model);
   if (regions == nullptr) return {};
-  return {.mapped = regions->blocks().bytes(), .at_rest = regions->blocks().bytes_at_rest()};
+  return {.mapped = regions->blocks().bytes(),
+          .decommitted = regions->blocks().decommitted_bytes()};
 }
 
 ReplayCalls replay_calls(const ShardedBase& model) {

@@ -17,7 +17,7 @@ using Ms = std::chrono::duration<double, std::milli>;
 
 double length_of(const TraceSpan& span) { return Ms(span.end - span.begin).count(); }
 
-/// Whose span of computing it is, and of which pass; none for other spans.
+/// The unit whose computation a span is, and its pass; none for other spans.
 struct Computed {
   std::string unit;
   bool is_forward = true;
@@ -25,7 +25,7 @@ struct Computed {
 std::optional<Computed> computed_by(const TraceSpan& span) {
   if (span.row != TraceRow::kCompute) return std::nullopt;
   const std::string_view name = span.name;
-  // Longest first: what is run again is a part of the backward.
+  // Longest first: a forward that runs again is a part of the backward.
   for (const std::string_view pass : {"forward again ", "forward ", "backward "}) {
     if (!name.starts_with(pass)) continue;
     return Computed{std::string(unit_label(name.substr(pass.size()))), pass == "forward "};
@@ -33,12 +33,12 @@ std::optional<Computed> computed_by(const TraceSpan& span) {
   return std::nullopt;
 }
 
-/// Milliseconds of each unit's own.
+/// Sums the milliseconds of each unit without the units inside it.
 class Own {
  public:
-  /// Of one thread.
+  /// Adds the spans of one thread.
   void add_all(const std::vector<TraceSpan>& spans) {
-    // What has no end of its own lasts until all ends, over what came after it.
+    // A span that never ended lasts until all end, and encloses what came after it.
     std::vector<TraceSpan> list = nested(spans);
     std::vector<const TraceSpan*> sorted;
     for (const auto& span : list) {
@@ -92,7 +92,7 @@ double waited_ms(const TraceSpan& span) {
   return length_of(span);
 }
 
-/// What its rank waited for a collective of this row and unit.
+/// Returns how long its rank waited for a collective of this row and unit, on average.
 std::optional<double> mean_wait(const std::vector<TraceSpan>& spans, TraceRow row,
                                 const std::string& unit) {
   double sum = 0.0, count = 0.0;
@@ -112,8 +112,8 @@ std::optional<double> waited_for_gathers(const std::vector<TraceSpan>& spans) {
   return ms;
 }
 
-/// What moves as many bytes takes as long: the middle one of units alike, since to choose between
-/// them by what one step happened to take would be to choose by noise.
+/// Gives units of as many bytes the same time, their median: to choose between them by their times
+/// in one step would be to choose by noise.
 void level_gathers(std::vector<UnitCost>& costs, const std::vector<fsdp::PlanUnit>& units) {
   std::map<std::int64_t, std::vector<double>> by_bytes;
   for (std::size_t i = 0; i < units.size(); ++i) {
@@ -128,7 +128,7 @@ void level_gathers(std::vector<UnitCost>& costs, const std::vector<fsdp::PlanUni
   }
 }
 
-/// Of a trace that spans its step; else 0.
+/// The rest of a trace that spans its step; else 0.
 double rest_of_step(const std::vector<TraceSpan>& spans, double computed_ms) {
   double rest = -computed_ms;
   bool is_whole = false;

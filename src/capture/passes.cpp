@@ -40,10 +40,10 @@ constexpr std::array<PassRow, 3> kPasses{{
 
 /// Further ahead nothing was ever won, and each unit ahead takes memory.
 constexpr std::size_t kMostAhead = 4;
-/// What is nearer than this to the best is as good.
+/// Choices within this share of the best count as equal to it.
 constexpr double kAsGood = 1e-3;
-/// Less than this is no reason to gather otherwise than eager steps do: measured steps wander by as
-/// much, and each unit further ahead takes memory for certain.
+/// A smaller gain is no reason to gather otherwise than eager steps do: measured steps vary by as
+/// much, and each unit further ahead surely takes memory.
 constexpr double kWorthIt = 0.02;
 
 /// Names the fact that a pass lacks, and the remedy; both continue a sentence.
@@ -58,7 +58,7 @@ Lacking lacking_of(Fact fact) {
       return {"no unit is gathered more than once a step",
               "set compile.form = 3 and leave reshard_after_forward on"};
     case Fact::kActivations:
-      return {"nobody has said what activations take",
+      return {"the bytes of activations are unknown",
               "set training.seq_len, in the library CompileOptions::activations"};
     case Fact::kFreeModes:
       return {"no layer keeps less when it is recomputed and has its mode left to plans",
@@ -95,7 +95,7 @@ class Chooser {
     }
   }
 
-  /// The least of any choice of this form.
+  /// Returns the choices of this form that need the least memory.
   PlanChoices least() const {
     auto choices = base();
     if (problem_.form == Form::k3) {
@@ -105,7 +105,7 @@ class Chooser {
     if (is_asked("recompute")) forget_what_may_be(choices);
     return choices;
   }
-  /// Of what the budget bounds.
+  /// Returns the bytes that the budget bounds.
   std::int64_t peak(const PlanChoices& choices) const {
     return peak_bytes(problem_, plan(choices));
   }
@@ -135,7 +135,7 @@ class Chooser {
   bool is_asked(std::string_view name) const {
     return std::ranges::find(asked_, name, &PassRow::name) != asked_.end();
   }
-  /// Each layer in the mode that keeps least.
+  /// Sets each free layer to the mode that keeps least.
   void forget_what_may_be(PlanChoices& choices) const {
     const auto may = units_to_recompute(problem_);
     for (UnitId unit = 0; unit < may.size(); ++unit) {
@@ -151,7 +151,7 @@ class Chooser {
     }
   }
 
-  /// Of the form, before any budget.
+  /// Returns the form's choices, before any budget.
   PlanChoices base() const {
     auto choices = problem_.eager;
     if (problem_.form == Form::k3) return choices;
@@ -162,7 +162,7 @@ class Chooser {
     return choices;
   }
 
-  /// The form's choices, or the nearest to them that fit.
+  /// Takes the form's choices, or the nearest to them that fit.
   void begin() {
     chosen_.choices = base();
     chosen_.keep_reasons.resize(problem_.units.size());
@@ -188,7 +188,7 @@ class Chooser {
                   ", expected at least ", exact_size_text(bytes),
                   ", the least of any plan of form ", number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
-    // One after the other goes what costs least to miss.
+    // Drops one after the other, first what costs least to miss.
     const auto without = [&](const auto& change) {
       if (fits(chosen_.choices)) return;
       change(chosen_.choices);
@@ -207,7 +207,7 @@ class Chooser {
     if (fits(backward)) chosen_.choices = backward;
   }
 
-  /// Gathers of a whole step, by unit.
+  /// Returns the gathers of a whole step, by unit.
   std::vector<std::int64_t> gathers(const PlanChoices& choices) const {
     std::vector<std::int64_t> counts;
     for (const auto& of : counts_of(plan(choices), problem_.micro_batches)) {
@@ -295,15 +295,16 @@ class Chooser {
         const double saves = static_cast<double>(fewer) *
                              problem_.profile.gather_ms(problem_.units, unit) /
                              static_cast<double>(problem_.micro_batches);
-        // Longer for nothing is memory for nothing.
+        // Longer without fewer gathers is memory for nothing.
         if (fewer <= 0 || saves <= least_saved) continue;
         least_saved = saves;
         const auto bytes = std::max<std::int64_t>(problem_.units[unit].bytes, 1);
         list.push_back({unit, keep, fewer, saves, saves / static_cast<double>(bytes)});
       }
     }
-    // Every second one first among equals: the gathers that are left hide behind neighbours that
-    // need none. Of these late units: what is kept from a forward to its backward is kept shortest.
+    // Among equals every second unit comes first: the gathers that are left hide behind neighbours
+    // that need none. Of these, late units: what they keep from forward to backward is kept
+    // shortest.
     std::ranges::sort(list, [](const Candidate& one, const Candidate& other) {
       if (one.per_byte != other.per_byte) return one.per_byte > other.per_byte;
       if (one.unit % 2 != other.unit % 2) return one.unit % 2 > other.unit % 2;
@@ -313,8 +314,8 @@ class Chooser {
     return list;
   }
 
-  /// What `keep` is going to take competes for the same bytes: it is taken here for the sake of the
-  /// order, and takes the same again when its turn comes.
+  /// The pass `keep` competes for the same bytes: its items are taken here to keep the order, and
+  /// again in its own turn.
   void recompute() {
     auto choices = chosen_.choices;
     const auto items = recompute_items(problem_);
@@ -383,7 +384,7 @@ class Chooser {
             {choices, simulate(made, problem_.profile, problem_.micro_batches).step_ms, bytes});
       }
     }
-    // What was chosen so far fits, so there is one.
+    // The choices so far fit, so there is one.
     const double best = std::ranges::min(tried, {}, &Tried::ms).ms;
     const Tried* found = nullptr;
     for (const auto& one : tried) {

@@ -1,15 +1,15 @@
-// Passes: what chooses a plan of a step for a budget. Pure functions on PlanChoices.
+// Passes: pure functions on PlanChoices that choose a plan of a step for a budget.
 //
 // A form (ZeRO's stages 1, 2, 3) is where choices begin; each pass changes some of them, in the
-// order in which they are asked for, greedily and always the same. What a pass needs to be of use,
-// gives to later ones and cannot stand behind is declared (kPasses), and checked before anything is
-// chosen. Choices that a user bound stay: units with reshard_after_forward off are kept, units that
-// name what is prefetched name it, layers whose recomputation a user has set have that. No pass
-// exceeds the budget, and no pass changes bits: what is gathered, kept and reduced when has no effect
-// on values (but form 2 and sync_every_micro_batch, which add micro-batches in another order). Next:
-// plan_text.h (a choice with its reasons), plan_profile.h. Source: DeepCompile (arXiv 2504.09983),
-// selective unsharding and prefetching; there the first that does not fit ends the pass, here it is
-// skipped.
+// order in which they are named, greedily and always the same. kPasses declares what a pass
+// requires, what it provides to later ones and what it must not follow; this is checked before
+// anything is chosen. Choices that a user bound stay: units with reshard_after_forward off are
+// kept, units that name what is prefetched name it, layers whose recomputation a user has set have
+// that. No pass exceeds the budget, and no pass changes bits: what is gathered, kept and reduced
+// when has no effect on values (except form 2 and sync_every_micro_batch, which add micro-batches
+// in another order). Next: plan_text.h (a choice with its reasons), plan_profile.h. Source:
+// DeepCompile (arXiv 2504.09983), selective unsharding and prefetching; there the first item that
+// does not fit ends the pass, here it is skipped.
 #pragma once
 
 #include <cstdint>
@@ -31,29 +31,29 @@ enum class Form : std::uint8_t {
   k3 = 3,  ///< gathered for each forward and each backward
 };
 
-/// What all ranks know alike when a plan is made.
+/// The facts that all ranks share when a plan is made.
 struct PlanProblem {
   fsdp::StepRecord record;
   std::vector<fsdp::PlanUnit> units;
-  /// What an eager plan would choose (eager_choices): a unit that it keeps to the update is one
-  /// that its user keeps.
+  /// The choices of an eager plan (eager_choices): a unit that it keeps to the update is one that
+  /// its user keeps.
   fsdp::PlanChoices eager;
   fsdp::PlanOrder order = fsdp::PlanOrder::kOneAfterTheOther;
   std::int64_t micro_batches = 1;
   Form form = Form::k3;
   /// Bytes of gathered memory, and of activations where these are known; none: no bound.
   std::optional<std::int64_t> memory_budget = {};
-  PlanProfile profile;  ///< of these units
-  /// Of these units (recompute_pass.h); none: nothing is known of them.
+  PlanProfile profile;  ///< of `units`
+  /// The activations of `units` (recompute_pass.h); none: unknown.
   std::optional<ForwardActivations> activations = {};
   bool replays = false;  ///< CompileMode::kReplay
-  /// Of each unit, those of its regions; empty: nothing is known of them.
+  /// The blocks of the regions of each unit; empty: unknown.
   std::vector<UnitBlocks> blocks = {};
-  /// They are known, but with what is idle of them no plan fits the budget: so much comes on top.
+  /// The bytes of idle blocks that come on top of the budget, where no plan fits with them.
   std::int64_t blocks_left_out = 0;
 };
 
-/// What passes speak of.
+/// A condition that passes require or provide.
 enum class Fact : std::uint8_t {
   kBudget,           ///< there is a memory budget
   kRepeatedGathers,  ///< some unit is gathered more than once a step
@@ -70,10 +70,10 @@ struct PassRow {
   std::string_view what;
   std::span<const Fact> requires_facts, provides, conflicts;
 };
-/// In the order in which they run where nobody names any.
+/// The passes in the order in which they run by default.
 std::span<const PassRow> passes();
 
-/// Choices, and why they are what they are.
+/// Choices and their reasons.
 struct Chosen {
   fsdp::PlanChoices choices;
   std::vector<std::string> keep_reasons;       ///< by unit
@@ -83,19 +83,19 @@ struct Chosen {
   bool operator==(const Chosen&) const = default;
 };
 
-/// The most that a rank has gathered in a step, and what activations take at most besides.
+/// Returns the most that a rank has gathered in a step, plus the most that activations take.
 std::int64_t peak_bytes(const PlanProblem& problem, const fsdp::StepPlan& plan);
 
-/// The least of that that any choice of this form has by these passes.
+/// Returns the least peak_bytes() of any choice that these passes can make in this form.
 std::int64_t least_bytes(const PlanProblem& problem,
                          const std::optional<std::vector<std::string>>& names = std::nullopt);
 
-/// Errors: kConfig for a name that is no pass, a pass whose requirement
-/// is not met or that comes behind what it conflicts with; for a budget below the least, with that
-/// in bytes. `names`: which passes, in order; none: all whose requirements are met.
+/// Chooses by the passes `names`, in order; none: all whose requirements are met. Errors: kConfig
+/// for a name that is no pass, for a pass whose requirement is not met or that follows what it
+/// conflicts with, and for a budget below the least, with that in bytes.
 Chosen choose(const PlanProblem& problem,
               const std::optional<std::vector<std::string>>& names = std::nullopt);
-/// Errors: as choose(), of the names alone.
+/// Checks the names alone. Errors: as choose().
 void check_passes(const std::vector<std::string>& names);
 
 }  // namespace tessera::capture

@@ -39,7 +39,7 @@ class DiffRules {
       out.of_fields(concat("unit ", before[i].name), before[i], after[i]);
     }
   }
-  /// A unit's other name is reported with its number.
+  /// Reports a changed name of a unit with the unit's number.
   template <class Out>
   void differ(Out&, const std::string&, const std::string&, const std::string&, const std::string&,
               fsdp::UnitName) const {}
@@ -101,7 +101,7 @@ class DiffRules {
       out.of_fields(out.join(where, concat("micro-batch ", word)), before.at(at), after.at(at));
     }
   }
-  /// Counts of actions at each place say little where the actions are others.
+  /// Skips counts of actions at each place, which say little where the actions differ.
   template <class Out>
   void differ(Out& out, const std::string& where, const std::string& what,
               const fsdp::PassPlan& before, const fsdp::PassPlan& after, AnyValue) const {

@@ -1,4 +1,4 @@
-// What is different between two plans of a step, in words. Pure.
+// The differences between two plans of a step, as text. Pure.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace tessera::capture {
 
-/// A line a difference, "before, after": order, units, choices, what was recorded, and of each pass
-/// its first action that is another. Empty for equal plans, and for those alone.
+/// Returns a line for each difference, "before, after": order, units, choices, what was recorded,
+/// and of each pass its first action that differs. Empty only for equal plans.
 std::vector<std::string> diff(const fsdp::StepPlan& before, const fsdp::StepPlan& after);
 
 }  // namespace tessera::capture

@@ -24,13 +24,14 @@ using fsdp::UnitId;
 
 constexpr std::string_view kPlanFormat = "tessera-plan";
 constexpr std::int64_t kPlanVersion = 1;
-constexpr std::int64_t kMostUses = 1 << 17;  // of units and their lenders, at all places
+constexpr std::int64_t kMostUses =
+    1 << 17;  // of units and of owners of shared parameters, at all places
 constexpr int kMaxDepth = 16;
 
-/// A unit lends to units inside it: who borrows of itself, by way of others or not, is in no model.
+/// A unit shares parameters with units inside it, so no model has a circle of owners.
 void require_no_circle(const std::vector<PlanUnit>& units, std::string_view where) {
   std::vector<std::vector<UnitId>> users(units.size());
-  std::vector<std::size_t> open(units.size());  // lenders that are not known to be in no circle
+  std::vector<std::size_t> open(units.size());  // owners that may be in a circle
   std::vector<UnitId> free;
   for (UnitId id = 0; id < units.size(); ++id) {
     open[id] = units[id].owners.size();
@@ -46,7 +47,7 @@ void require_no_circle(const std::vector<PlanUnit>& units, std::string_view wher
   }
   const auto first = std::ranges::find_if(open, [](std::size_t count) { return count > 0; });
   if (first == open.end()) return;
-  // Each of these has a lender among them: who comes again on the way is in a circle.
+  // Each of these has such an owner: a unit that comes again on the way is in a circle.
   const auto owner_of = [&](UnitId id) {
     return *std::ranges::find_if(units[id].owners, [&](UnitId one) { return open[one] > 0; });
   };
@@ -56,19 +57,20 @@ void require_no_circle(const std::vector<PlanUnit>& units, std::string_view wher
   const auto owner = owner_of(unit);
   throw Error(
       ErrorKind::kFormat,
-      concat(where, ": 'units': found unit ", units[unit].name, ", whose lender ",
-             owner == unit ? "is itself" : concat(units[owner].name, " borrows of it in turn"),
-             ", expected units that lend to others inside them; make the plan anew with "
-             "tessera plan"));
+      concat(
+          where, ": 'units': found unit ", units[unit].name, ", whose owner ",
+          owner == unit ? "is itself" : concat(units[owner].name, " uses its parameters in turn"),
+          ", expected 'lenders' around the units that share their parameters; make the plan again "
+          "with tessera plan"));
 }
 
-/// Earlier plans could have optimizer state outside of memory. The keys stay, so that files of then
-/// and now have one version.
+/// Earlier plans could keep optimizer state outside of memory. The keys stay, so that old and new
+/// files have one version.
 constexpr auto kOffload = "offload";
 constexpr auto kUpdate = "update";
 void require_no_offload(const JsonCursor& at) {
   at.require(at.value().is_array() && at.value().empty(),
-             "an empty list, since optimizer state is in memory; make the plan anew with tessera "
+             "an empty list, since optimizer state is in memory; make the plan again with tessera "
              "plan");
 }
 
@@ -77,7 +79,7 @@ class PlanRules {
  public:
   explicit PlanRules(std::string_view where) : where_(where) {}
 
-  /// A record that is complete is its stages.
+  /// A complete record is written as its stages.
   template <class Write>
   auto json(const Write& write, const StepRecord& record, AnyValue) const {
     return write(record.stages);
@@ -190,7 +192,7 @@ void require_made_for(const PlanFile& file, const MadeFor& run, std::string_view
   const auto require = [&](std::string_view what, const auto& found, const auto& expected) {
     TESSERA_CHECK(found == expected, ErrorKind::kConfig, where, ": found a plan for ", what, " ",
                   found, ", expected ", expected,
-                  ", as this run has; make it anew with tessera plan");
+                  ", as this run has; make it again with tessera plan");
   };
   const auto& of = file.made_for;
   require("a world of", of.world, run.world);
@@ -213,7 +215,7 @@ void require_plan_of(const StepPlan& plan, const fsdp::StepRecord& record,
   const auto different = diff(run, found);
   TESSERA_CHECK(different.empty(), ErrorKind::kConfig, where,
                 ": found a plan of another step: ", different.front(), " (", different.size(),
-                " differences, the run's first); make it anew with tessera plan");
+                " differences, the run's first); make it again with tessera plan");
 }
 
 void require_sound(const StepPlan& plan, std::optional<std::int64_t> budget,

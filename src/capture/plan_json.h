@@ -1,4 +1,4 @@
-// A plan of a step as a file, and what it was made for.
+// A plan of a step as a file, with the run that it was made for.
 //
 // JSON, numbers as numbers, an action as ["gather", 3]. A file is untrusted input: parse_plan()
 // refuses what is no plan, with file and place, before anything is made of it; faults_of()
@@ -17,13 +17,13 @@
 
 namespace tessera::capture {
 
-/// Another run's plan is of no use.
+/// The run that a plan was made for: it is of no use to another one.
 struct MadeFor {
   std::string model = {};  ///< the hash of its bucket plan (layout::hash), in decimal
   std::int64_t world = 1;
   std::string torch = {};  ///< TORCH_VERSION
   std::int64_t micro_batches = 1;
-  std::int64_t tokens = 0;  ///< of a micro-batch on a rank; 0 where nobody has said
+  std::int64_t tokens = 0;  ///< of a micro-batch on a rank; 0: unknown
   bool operator==(const MadeFor&) const = default;
 };
 
@@ -51,22 +51,22 @@ constexpr void fields(V& visit, Of<PlanFile>) {
   visit("", &PlanFile::plan);  // its fields stand among these
 }
 
-/// Larger files are none.
+/// The most bytes of a plan file.
 inline constexpr std::int64_t kMostPlanBytes = std::int64_t{64} << 20;
 
-/// Equal files give equal bytes.
+/// Writes a file; equal files give equal bytes.
 std::string to_json(const PlanFile& file);
 /// `where` names the file in messages. Errors: kFormat with file and place for what is no plan:
-/// torn, of another version, larger than any model's, numbers that name no unit.
+/// truncated, of another version, larger than any model's, numbers that name no unit.
 PlanFile parse_plan(std::string_view text, std::string_view where);
 
 /// Errors: kConfig naming what differs, with both values.
 void require_made_for(const PlanFile& file, const MadeFor& run, std::string_view where);
-/// That it is a plan of these units and of what was recorded of them. Errors: kConfig naming the
-/// first unit or entry that is another.
+/// Checks that it is a plan of these units and of this record of them. Errors: kConfig naming the
+/// first unit or entry that differs.
 void require_plan_of(const fsdp::StepPlan& plan, const fsdp::StepRecord& record,
                      const std::vector<fsdp::PlanUnit>& units, std::string_view where);
-/// That faults_of() finds none. Errors: kConfig with the first.
+/// Checks that faults_of() finds none. Errors: kConfig with the first.
 void require_sound(const fsdp::StepPlan& plan, std::optional<std::int64_t> budget,
                    std::string_view where);
 

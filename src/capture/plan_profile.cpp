@@ -89,10 +89,10 @@ CollectiveCost fit(std::span<const Measured> measured) {
   if (squares == 0.0 || products <= 0.0) return {.latency_ms = std::max(ms, 0.0)};
   const double slope = products / squares;
   const double latency = ms - slope * bytes;
-  // A line through a few bytes may be as steep as their noise.
+  // Bounds the slope: a line through a few bytes may be as steep as their noise.
   constexpr double kSteepest = 1.0;  // ms a byte
   if (latency >= 0.0) return {.latency_ms = latency, .ms_per_byte = std::min(slope, kSteepest)};
-  // Through the origin then.
+  // Otherwise fit a line through the origin.
   double own_squares = 0.0, own_products = 0.0;
   for (const auto& one : measured) {
     const auto size = static_cast<double>(one.bytes);

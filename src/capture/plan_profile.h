@@ -1,8 +1,9 @@
-// What the units of a model cost, measured or assumed: what passes and the simulator go by. Pure.
+// The costs of a model's units, measured or assumed, from which passes and the simulator work.
+// Pure.
 //
-// Times of one micro-batch on the slowest rank. A message costs what was measured of the unit, else
-// latency and bytes by a line through what was: a gather the time of its transfer, a reduction what
-// its rank stood waiting for it. Next: simulate_plan.h, passes.h.
+// Times are of one micro-batch on the slowest rank. A collective costs what was measured of the
+// unit, else latency and bytes by a line through what was measured: a gather costs the time of its
+// transfer, a reduction what its rank waited for it.
 #pragma once
 
 #include <cstdint>
@@ -41,14 +42,15 @@ constexpr void fields(V& visit, Of<UnitCost>) {
   visit({"blocks", Missing::kLeftOut}, &UnitCost::blocks);
 }
 
-/// Of a layer's forward what is computed again where products of weights are kept: norms, rotations,
-/// attention itself, activations. As measured of a dense model (docs/measured/speed_cpu.md:
-/// 1.09 times the step beside 1.28 times); nothing is run to know it better.
+/// The share of a layer's forward that is computed again where products of weights are kept: norms,
+/// rotations, attention itself, activations. As measured of a dense model
+/// (docs/measured/speed_cpu.md: 1.09 times the step compared with 1.28 times); nothing is run to
+/// know it better.
 inline constexpr double kSelectiveShare = 1.0 / 3.0;
-/// What a unit's forward takes once more.
+/// Returns the milliseconds that a unit's forward takes again.
 double recompute_ms(const UnitCost& unit, RecomputeMode mode);
 
-/// A collective of n bytes takes latency + n x ms_per_byte, of none nothing: a rank alone has all.
+/// A collective of n bytes takes latency + n x ms_per_byte; one of 0 bytes takes nothing.
 struct CollectiveCost {
   double latency_ms = 0.0;
   double ms_per_byte = 0.0;
@@ -67,11 +69,11 @@ constexpr void fields(V& visit, Of<CollectiveCost>) {
 struct PlanProfile {
   std::vector<UnitCost> units;  ///< in the order of the plan's
   CollectiveCost collective;
-  /// Of a step, beside units, gathers and reductions: the update, what ranks tell each other.
+  /// The part of a step outside units, gathers and reductions: the update, small collectives.
   double rest_ms = 0.0;
-  /// What the rank stood waiting for gathers in the measured step; none: not known.
+  /// How long the rank waited for gathers in the measured step; none: unknown.
   std::optional<double> gathers_waited_ms = {};
-  /// Nothing was measured: see default_profile().
+  /// Whether nothing was measured: see default_profile().
   bool is_assumed = false;
   bool operator==(const PlanProfile&) const = default;
 
@@ -91,9 +93,9 @@ constexpr void fields(V& visit, Of<PlanProfile>) {
 /// "0.0123 ms", "4.56 ms", "12.3 s".
 std::string ms_text(double ms);
 
-/// Where nobody has measured: every cost follows from bytes alone. A gigabyte a second and 50 us a
-/// message; a forward takes four times what its gather takes, a backward twice as long again. Good
-/// for an order of units by size, not for times.
+/// Returns the costs that are assumed where nothing was measured: they follow from bytes alone, at
+/// a gigabyte a second and 50 us a message; a forward takes four times what its gather takes, a
+/// backward twice as long as that. Good for an order of units by size, not for times.
 PlanProfile default_profile(const std::vector<fsdp::PlanUnit>& units);
 
 /// One collective that was measured.
@@ -101,19 +103,19 @@ struct Measured {
   std::int64_t bytes = 0;
   double ms = 0.0;
 };
-/// The line through them by least squares, neither of its numbers below 0. Of none: zero.
+/// Fits a line by least squares, neither of its numbers below 0. Zero for an empty list.
 CollectiveCost fit(std::span<const Measured> measured);
 
-/// Of one micro-batch: what all units compute.
+/// Returns what all units compute in one micro-batch.
 double computed_ms(const PlanProfile& profile);
 
-/// What a plan has to go by, the same on every rank: the rank whose units compute longest, all of
-/// it. The others wait for that one, so that the longest of every place would count a step's time
-/// and what others waited through it. Blocks of regions: the most of any rank. Errors: kConfig where
-/// ranks measured other units.
+/// Returns the profile from which a plan is made, the same on every rank: that of the rank whose
+/// units compute longest, as a whole. The others wait for that one, so that the longest of every
+/// place would count a step's time and what others waited meanwhile. Blocks of regions are the most
+/// of any rank. Errors: kConfig where ranks measured other units.
 PlanProfile slowest_of(const std::vector<PlanProfile>& ranks);
 
-/// In the order of `units`. Errors: kConfig naming a unit that the profile lacks.
+/// Returns the costs in the order of `units`. Errors: kConfig naming a unit that the profile lacks.
 PlanProfile profile_of(const PlanProfile& profile, const std::vector<fsdp::PlanUnit>& units,
                        std::string_view where);
 

@@ -67,7 +67,7 @@ class Text {
     }
   }
 
-  /// The next place from here on where the unit is read.
+  /// Returns the next place from here on where the unit is read.
   std::optional<UnitId> next_use(UnitId unit) const {
     for (auto i = now_; i < places_.size(); ++i) {
       if (!places_[i].begins) continue;
@@ -129,7 +129,7 @@ std::vector<MicroBatchClass> classes_of(std::int64_t micro_batches) {
 std::string_view until(Keep keep) {
   return keep == Keep::kUpdate     ? "kept to the update"
          : keep == Keep::kBackward ? "kept to its backward"
-                                   : "given back after forward";
+                                   : "resharded after forward";
 }
 
 }  // namespace

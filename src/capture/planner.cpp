@@ -15,7 +15,7 @@ namespace {
 using fsdp::StepPlan;
 using Faults = std::vector<std::string>;
 
-/// A text that is JSON itself, or the name of a file with it; and what messages call it.
+/// A text that is JSON itself or the name of a JSON file, and the name that messages use for it.
 struct Source {
   std::string text, name;
 };
@@ -27,7 +27,7 @@ Source source_of(const std::string& text_or_file, std::string_view key, std::int
   return {read_text_file(text_or_file, most_bytes), concat(key, ": ", shown(text_or_file))};
 }
 
-/// Units that were gathered before the step, or were not: all else is the same.
+/// Whether the lists differ only in which units are gathered.
 bool differ_in_what_is_gathered_alone(std::vector<fsdp::PlanUnit> one,
                                       const std::vector<fsdp::PlanUnit>& other) {
   if (one.size() != other.size() || one == other) return false;
@@ -35,7 +35,7 @@ bool differ_in_what_is_gathered_alone(std::vector<fsdp::PlanUnit> one,
   return one == other;
 }
 
-/// What a run has room for.
+/// Checks a plan against the run's memory.
 void add_faults_of_memory(const PlanProblem& problem, const StepPlan& plan, Faults& faults) {
   if (!problem.memory_budget) return;
   const auto bytes = peak_bytes(problem, plan);
@@ -58,7 +58,7 @@ const char* reduced_with(fsdp::ReduceAt reduce) {
   return "what StepScope::reduce() asks for";
 }
 
-/// What users have bound, unit by unit.
+/// Checks a plan against what users have bound, unit by unit.
 void add_faults_of_units(const PlanProblem& problem, const StepPlan& plan, Faults& faults) {
   for (fsdp::UnitId unit = 0; unit < plan.units.size(); ++unit) {
     const auto& of = plan.units[unit];
@@ -68,7 +68,7 @@ void add_faults_of_units(const PlanProblem& problem, const StepPlan& plan, Fault
       faults.push_back(concat("a plan with unit ", of.name, " kept until: ", word_of(keep),
                               ", expected ", word_of(fsdp::Keep::kUpdate),
                               ", as its reshard_after_forward says, which is off; turn that on, or "
-                              "make the plan anew with tessera plan"));
+                              "make the plan again with tessera plan"));
     }
     if (of.recompute_by != fsdp::RecomputeBy::kUser) continue;
     const auto found = plan.choices.recompute[unit];
@@ -77,7 +77,7 @@ void add_faults_of_units(const PlanProblem& problem, const StepPlan& plan, Fault
     faults.push_back(concat("a plan with unit ", of.name, " recomputed in mode ", word_of(found),
                             ", expected ", word_of(expected),
                             ", as activation_checkpoint.mode or set_recompute says; leave that "
-                            "out, or make the plan anew with tessera plan"));
+                            "out, or make the plan again with tessera plan"));
   }
 }
 
@@ -163,7 +163,7 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
   if (!problem.memory_budget) return problem;
   const auto least = least_bytes(problem, planning.passes);
   if (least <= *problem.memory_budget) return problem;
-  // A run begins before it is measured: what it measures does not end it.
+  // A run begins before it is measured, and its measurement must not end it.
   problem.blocks.clear();
   problem.blocks_left_out = least - least_bytes(problem, planning.passes);
   return problem;
@@ -174,13 +174,14 @@ Faults faults_in_run(const PlanProblem& problem, const StepPlan& plan) {
   if (plan.order != problem.order) {
     faults.push_back(concat("a plan for micro-batches in another order, expected one for ",
                             problem.order == fsdp::PlanOrder::kAny ? "any" : "one after the other",
-                            "; make it anew with tessera plan"));
+                            "; make it again with tessera plan"));
   }
   if (plan.choices.reduce != problem.eager.reduce) {
-    faults.push_back(concat("a plan that reduces with ", reduced_with(plan.choices.reduce),
-                            ", expected ", reduced_with(problem.eager.reduce),
-                            ", as sync_every_micro_batch and form 2 say; make it anew with tessera "
-                            "plan"));
+    faults.push_back(
+        concat("a plan that reduces with ", reduced_with(plan.choices.reduce), ", expected ",
+               reduced_with(problem.eager.reduce),
+               ", as sync_every_micro_batch and form 2 say; make it again with tessera "
+               "plan"));
   }
   add_faults_of_units(problem, plan, faults);
   add_faults_of_memory(problem, plan, faults);
@@ -192,7 +193,7 @@ StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
                    fsdp::PlanOrder order) {
   if (planning.given) {
     auto plan = planning.given->plan;
-    // A unit may still be gathered, since the user asked for it, or weights did not change.
+    // A unit may still be gathered, because the user asked for it or weights did not change.
     if (plan.order == order && differ_in_what_is_gathered_alone(plan.units, units)) {
       plan = make_plan(plan.record, units, plan.choices, order);
     }

@@ -13,7 +13,7 @@
 
 namespace tessera::capture {
 
-/// Options that were looked at.
+/// Options that have been read and checked.
 struct Planning {
   Form form = Form::k3;
   std::optional<std::int64_t> memory_budget = {};
@@ -25,27 +25,27 @@ struct Planning {
   std::int64_t micro_batches = 1;
   std::string plan_from = {}, profile_from = {};  ///< as messages name them
 
-  /// How what a plan may recompute is recomputed before there is one: wholly, where memory is bounded
-  /// or the plan that is given recomputes.
+  /// Returns how units that a plan may recompute are recomputed until there is a plan: wholly,
+  /// where memory is bounded or the given plan recomputes.
   RecomputeMode while_recording() const;
 };
 
 /// Reads what options name. Errors: as compile().
 Planning planning_of(const CompileOptions& options);
 
-/// What passes choose from. Errors: kConfig for a profile or activations of other units, and for
-/// activations in PlanOrder::kAny.
+/// Returns the problem that passes solve. Errors: kConfig for a profile or activations of other
+/// units, and for activations in PlanOrder::kAny.
 PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                        fsdp::PlanOrder order);
 
-/// Why a run does not follow a plan of its units and record that holds, a line each: beyond the
-/// run's budget, reductions at other times, or what users have bound (reshard_after_forward,
-/// recomputation) chosen otherwise.
+/// Returns why a run does not follow a sound plan of its units and record, a line each: it is
+/// beyond the run's budget, reduces at other times, or chooses otherwise what users have bound
+/// (reshard_after_forward, recomputation).
 std::vector<std::string> faults_in_run(const PlanProblem& problem, const fsdp::StepPlan& plan);
 
-/// As fsdp::Planner has it. Errors: kConfig as choose(), require_plan_of() and require_sound(), and
-/// for a plan that is given the first of faults_in_run().
+/// Implements fsdp::Planner. Errors: kConfig as choose(), require_plan_of() and require_sound(),
+/// and for a given plan the first of faults_in_run().
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
                          const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                          fsdp::PlanOrder order);

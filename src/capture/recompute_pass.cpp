@@ -26,8 +26,9 @@ void require_sound(const UnitActivations& unit) {
                 " while it is computed again, expected 0 or more, and no less again than kept");
 }
 
-/// Modes from the one that keeps least to none, each with more bytes and less time than the one
-/// before it: where weights are frozen, products may be more than what is kept without them.
+/// Returns the modes from the one that keeps least to none, each with more bytes and less time than
+/// the one before it: where weights are frozen, products may be more than what is kept without
+/// them.
 std::vector<Mode> ladder(const UnitActivations& unit) {
   std::vector<Mode> modes;
   if (unit.full < std::min(unit.selective, unit.none)) modes.push_back(Mode::kFull);
@@ -41,7 +42,7 @@ std::vector<Mode> ladder(const UnitActivations& unit) {
 ForwardActivations activations_of(const ForwardActivations& given,
                                   const std::vector<PlanUnit>& units) {
   TESSERA_CHECK(given.outside >= 0 && given.after >= 0, ErrorKind::kConfig, "activations: found ",
-                given.outside, " bytes beside units and ", given.after,
+                given.outside, " bytes outside of units and ", given.after,
                 " after them, expected 0 or more");
   std::map<std::string_view, const UnitActivations*> by_name;
   for (const auto& one : given.units) {
@@ -74,7 +75,7 @@ std::int64_t most_activations(const ForwardActivations& of, const fsdp::StepReco
       for (const auto unit : part.units) {
         const auto& one = of.units.at(unit);
         const auto own = blocks.empty() ? 0 : blocks.at(unit).entries;
-        // In its backward those behind it are gone.
+        // In its backward the ones after it have been freed.
         peak = std::max(peak, kept + one.in_backward(modes.at(unit)) + resident - in_use - own);
         kept += one.kept(modes.at(unit));
         if (modes.at(unit) == Mode::kNone) in_use += own;
@@ -87,7 +88,7 @@ std::int64_t most_activations(const ForwardActivations& of, const fsdp::StepReco
 
 std::vector<bool> units_to_recompute(const PlanProblem& problem) {
   auto may = may_be_recomputed(problem.record, problem.units);
-  // Of micro-batches in any order nobody knows how many forwards are kept at once.
+  // In any order it is unknown how many forwards are kept at once.
   if (problem.order == fsdp::PlanOrder::kAny) may.assign(may.size(), false);
   for (UnitId unit = 0; unit < may.size(); ++unit) {
     if (!problem.activations) may[unit] = false;
@@ -116,8 +117,8 @@ std::vector<RecomputeItem> recompute_items(const PlanProblem& problem) {
       items.push_back(whole);
       continue;
     }
-    // One step and then the next, where the first has the better bytes; else it is what is left
-    // where both together do not fit.
+    // The first step and then the next, where the first saves more time a byte; otherwise the first
+    // alone is left for budgets that both together do not fit.
     const auto half = item(modes[0], modes[1]);
     const bool is_better = half.per_byte() >= whole.per_byte();
     items.push_back(half);

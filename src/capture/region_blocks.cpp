@@ -7,7 +7,7 @@
 namespace tessera::capture {
 namespace {
 
-/// Whether what was measured in one mode is so in the other one.
+/// Whether a measurement in one mode holds for the other one.
 bool tells_of(RecomputeMode measured, RecomputeMode mode) {
   return measured == mode ||
          (measured != RecomputeMode::kSelective && mode != RecomputeMode::kSelective);

@@ -1,10 +1,10 @@
-// What replayed regions of a model take while they run and until their backward: counted of a run,
-// carried by its profile, and worked out for a plan. Pure.
+// The memory that replayed regions of a model take while they run and until their backward: counted
+// in a run, recorded in its profile, and worked out for a plan. Pure.
 //
-// What forward leaves for backward lies in one block a live entry, and takes the place of what
-// autograd would keep; what a forward or a backward needs for itself lies in a scratch block. Units
-// share blocks, and what is free of them stays, beside what activations take then. Next:
-// replay/blocks.h (who takes them), recompute_pass.h (activations).
+// A forward leaves what its backward reads in one block of a live entry, in place of what autograd
+// would keep; what a forward or a backward needs for itself lies in a scratch block. Units share
+// blocks; free blocks stay, in addition to what activations take then. Next: replay/blocks.h (which
+// takes them), recompute_pass.h (activations).
 #pragma once
 
 #include <cstdint>
@@ -33,13 +33,13 @@ constexpr void fields(V& visit, Of<UnitBlocks>) {
   visit("running", &UnitBlocks::running, kBytes);
 }
 
-/// Of a model.
+/// The blocks of a model.
 struct RegionBlocks {
   std::int64_t most = 0;  ///< of all units together, at any time
   std::map<std::string, UnitBlocks> units = {};
 };
 
-/// Of a unit as a run measured it, which recomputed it in that mode.
+/// The blocks of a unit as a run measured them, which recomputed it in that mode.
 struct MeasuredBlocks {
   RecomputeMode mode = RecomputeMode::kNone;
   UnitBlocks bytes = {};
@@ -49,25 +49,26 @@ struct MeasuredBlocks {
 template <class V>
 constexpr void fields(V& visit, Of<MeasuredBlocks>) {
   visit("recompute", &MeasuredBlocks::mode);
-  visit("", &MeasuredBlocks::bytes);  // its fields stand among these
+  visit("", &MeasuredBlocks::bytes);  // its fields are among these
 }
 
 struct PlanProfile;
 
-/// What a run's step took goes to the profile of that step. `recomputed`: by unit, as the step did it.
+/// Adds what a run's step took to the profile of that step. `recomputed`: by unit, in that step.
 void add_blocks(PlanProfile& profile, const RegionBlocks& blocks,
                 const std::vector<RecomputeMode>& recomputed);
 
-/// By unit; not measured: none.
+/// Returns the blocks by unit; none where they were not measured.
 std::vector<UnitBlocks> blocks_of(const PlanProfile& profile);
 
-/// The most that blocks of a stage take under these modes, by unit, and from then on always do: free
-/// ones stay. What runs again leaves nothing behind before it does.
+/// Returns the most that blocks of a stage take under these modes, by unit, which is what they take
+/// from then on: free blocks stay. A unit that runs again leaves nothing before it does.
 std::int64_t resident_blocks(const std::vector<UnitBlocks>& blocks, const fsdp::StageRecord& stage,
                              const std::vector<RecomputeMode>& modes);
 
-/// The most that all blocks take under these modes, by unit; none where nobody has measured any, or
-/// one of them in another mode. (`full` runs the program of `none` once more: either tells of both.)
+/// Returns the most that all blocks take under these modes, by unit; none where they were not
+/// measured, or one of them in another mode. (`full` runs the program of `none` again: either holds
+/// for both.)
 std::optional<std::int64_t> most_blocks(const PlanProfile& profile, const fsdp::StepRecord& record,
                                         const std::vector<RecomputeMode>& modes);
 

@@ -16,7 +16,7 @@ using fsdp::StepPlan;
 using fsdp::UnitId;
 using Kind = PlanAction::Kind;
 
-/// Both lanes, and what is gathered.
+/// Both lanes, and the memory that is gathered.
 class Lanes {
  public:
   Lanes(const StepPlan& plan, const PlanProfile& profile)
@@ -38,7 +38,7 @@ class Lanes {
     run(backward, backward_places_);
   }
 
-  /// Once more and more often what the last micro-batch took beyond `before`.
+  /// Adds what the last micro-batch took beyond `before`, for `times` more of them.
   void repeat(const SimulatedStep& before, double began, std::int64_t times) {
     const auto count = static_cast<double>(times);
     const double took = count * (computes_ - began);
@@ -76,7 +76,7 @@ class Lanes {
         advance(counts.needed);
         advance(counts.ahead);
       }
-      // What a unit around others does itself is mostly behind them, as a root's loss is.
+      // The own part of a unit around others mostly follows them, as a root's loss does.
       if (place.begins != point_.is_forward && is_used(place)) compute(unit);
       if (!place.begins) advance(counts.after);
       note();
@@ -110,7 +110,7 @@ class Lanes {
     switch (action.kind) {
       case Kind::kGather:
       case Kind::kGatherShared:
-        // Goes out when the computing lane is here and the one before it is over.
+        // Is issued when the computing lane is here and the gather before it has ended.
         gathers_ = std::max(gathers_, computes_) + profile_.gather_ms(plan_.units, unit);
         arrives_[unit] = gathers_;
         ++step_.gathers;
@@ -228,7 +228,7 @@ PlanProfile as_waited(PlanProfile profile, const StepPlan& plan, std::int64_t mi
   // Longer gathers are never waited for less.
   constexpr double kMost = 64.0;
   constexpr int kHalvings = 40;
-  if (waits_less(kMost)) return profile;  // nothing that a factor says
+  if (waits_less(kMost)) return profile;  // no factor explains the waits
   double less = 0.0, more = kMost;
   for (int i = 0; i < kHalvings; ++i) {
     const double middle = (less + more) / 2.0;
@@ -238,7 +238,8 @@ PlanProfile as_waited(PlanProfile profile, const StepPlan& plan, std::int64_t mi
 }
 
 std::string picture(const SimulatedStep& step, std::size_t columns, std::size_t rows) {
-  // The most of as many neighbours as make a column; a column of their own between micro-batches.
+  // The most of as many neighbours as make a column; micro-batches are divided by a column of their
+  // own.
   const auto per_column = (step.curve.size() + columns - 1) / std::max<std::size_t>(columns, 1);
   std::vector<std::int64_t> heights;  // -1 between micro-batches
   std::size_t in_column = 0;
@@ -255,7 +256,7 @@ std::string picture(const SimulatedStep& step, std::size_t columns, std::size_t 
   }
   std::string text;
   for (std::size_t row = rows; row > 0; --row) {
-    // A column reaches a row from its middle on; what is not nothing shows.
+    // A column reaches a row from its middle on; a value above 0 shows.
     const double level = (static_cast<double>(row) - 0.5) / static_cast<double>(rows) *
                          static_cast<double>(step.peak_bytes);
     std::string line;

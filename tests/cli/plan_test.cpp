@@ -333,13 +333,14 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
   EXPECT_THAT(refused(text.substr(0, text.size() / 2)), Says("malformed JSON at byte"));
   EXPECT_THAT(with("/units/1/bytes", -1), Says("'bytes': found '-1'"));
   EXPECT_THAT(with("/units/1/lenders", {1}),
-              Says("'plan.json': 'units': found unit " + units[1] + ", whose lender is itself"));
+              Says("'plan.json': 'units': found unit " + units[1] + ", whose owner is itself"));
   auto mutual = whole;
   mutual["units"][1]["lenders"] = {2};
   mutual["units"][2]["lenders"] = {1};
-  EXPECT_THAT(refused(mutual.dump()), Says("found unit " + units[1] + ", whose lender " + units[2] +
-                                           " borrows of it in turn"));
-  EXPECT_THAT(plan(folder, {"--compile.plan", "plan.json"}), Exits(2, "borrows of it in turn"));
+  EXPECT_THAT(refused(mutual.dump()), Says("found unit " + units[1] + ", whose owner " + units[2] +
+                                           " uses its parameters in turn"));
+  EXPECT_THAT(plan(folder, {"--compile.plan", "plan.json"}),
+              Exits(2, "uses its parameters in turn"));
   EXPECT_THAT(plan(folder, {"--check", "absent.json"}).err,
               Says("--check: cannot open 'absent.json'"));
   EXPECT_THAT(plan(folder, {"--profile", "absent.json"}).err,

@@ -27,30 +27,30 @@ TEST(ReplayBlocks, ABlockAtRestHasNoPagesAndItsAddress) {
     const capture::Block block(blocks, unit, capture::BlockKind::kScratch, kBytes);
     memory = block.data();
     std::memset(memory, 1, kBytes);
-    blocks->rest(capture::BlockKind::kScratch);  // it is taken
+    blocks->decommit(capture::BlockKind::kScratch);  // it is taken
     EXPECT_EQ(resident(memory), kBytes / static_cast<std::int64_t>(page));
-    EXPECT_EQ(blocks->bytes_at_rest(), 0);
+    EXPECT_EQ(blocks->decommitted_bytes(), 0);
   }
-  blocks->rest(capture::BlockKind::kEntry);
-  EXPECT_EQ(blocks->bytes_at_rest(), 0);
-  blocks->rest(capture::BlockKind::kScratch);
+  blocks->decommit(capture::BlockKind::kEntry);
+  EXPECT_EQ(blocks->decommitted_bytes(), 0);
+  blocks->decommit(capture::BlockKind::kScratch);
   EXPECT_EQ(resident(memory), 0);
-  EXPECT_EQ(blocks->bytes_at_rest(), kBytes);
+  EXPECT_EQ(blocks->decommitted_bytes(), kBytes);
   const capture::Block again(blocks, unit, capture::BlockKind::kScratch, kBytes);
   EXPECT_EQ(again.data(), memory);
-  EXPECT_EQ(blocks->bytes_at_rest(), 0);
+  EXPECT_EQ(blocks->decommitted_bytes(), 0);
 }
 
 // There a model has its head and its loss, whose activations are the most that an eager step has.
 TEST_ON_RANKS(ReplayBlocks, ScratchRestsBehindTheLastRegionOfAForward, 1) {
   const Sharded<Model>* watched = nullptr;
-  std::vector<std::int64_t> at_rest;
+  std::vector<std::int64_t> decommitted;
   Twins twins(data_mesh(world), [&](Model& model, const Several& inputs) {
     at::Tensor x = inputs[0] * model.before;
     for (const auto& part : model.parts) {
       x = part->region({x}, [&](const Several& in) { return Several{part->layer(in[0])}; })[0];
       if (watched != nullptr && watched->module().get() == &model) {
-        at_rest.push_back(capture::region_bytes(*watched).at_rest);
+        decommitted.push_back(capture::region_bytes(*watched).decommitted);
       }
     }
     return Several{x * model.after};
@@ -60,10 +60,10 @@ TEST_ON_RANKS(ReplayBlocks, ScratchRestsBehindTheLastRegionOfAForward, 1) {
   }
   watched = &twins.replayed;
   twins.step({{rows(10, 512)}, {rows(11, 512)}});
-  ASSERT_EQ(at_rest.size(), 4);
-  EXPECT_GT(at_rest[1], at_rest[0]);
-  EXPECT_EQ(at_rest[2], at_rest[0]);
-  EXPECT_EQ(at_rest[3], at_rest[1]);
+  ASSERT_EQ(decommitted.size(), 4);
+  EXPECT_GT(decommitted[1], decommitted[0]);
+  EXPECT_EQ(decommitted[2], decommitted[0]);
+  EXPECT_EQ(decommitted[3], decommitted[1]);
 }
 
 }  // namespace

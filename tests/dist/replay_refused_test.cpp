@@ -256,7 +256,7 @@ TEST_ON_RANKS(ReplayRefuses, WeightGradientsThatArePutOff, 2) {
     });
     twins.update();
   }
-  EXPECT_THAT(reasons(twins.calls()), Contains("weight gradients are put off"));
+  EXPECT_THAT(reasons(twins.calls()), Contains("weight gradients are deferred"));
   EXPECT_GT(twins.calls().replayed, 0);
 }
 

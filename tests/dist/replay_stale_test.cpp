@@ -257,7 +257,7 @@ TEST_ON_RANKS(ReplayStale, AKeptGraphGoesBackTwiceWhileGradientsArePutOff, 1) {
     return Several{};
   });
   EXPECT_THAT(reasons(twins.calls()),
-              ElementsAre("weight gradients of the backward before are owed"));
+              ElementsAre("weight gradients of the backward before are pending"));
   EXPECT_GT(twins.calls().replayed, 0);
 }
 

@@ -10,12 +10,12 @@
 namespace tessera::capture {
 namespace {
 
-/// Notes what the rank holds beside its pool wherever a span of its trace begins or ends.
+/// Notes what the rank holds outside its pool wherever a span of its trace begins or ends.
 class HeldAtMoments final : public DeviceMoments {
  public:
   explicit HeldAtMoments(std::function<std::int64_t()> bytes) : bytes_(std::move(bytes)) {}
 
-  /// Called wherever the rank has taken memory.
+  /// To be called wherever the rank has taken memory.
   void look() { most_ = std::max(most_, bytes_()); }
   void mark(TraceClock::time_point host) override {
     look();
@@ -52,7 +52,7 @@ class HeldAtMoments final : public DeviceMoments {
   struct Moment {
     TraceClock::time_point host;
     std::int64_t bytes;
-    std::int64_t most;  ///< since the one before
+    std::int64_t most;  ///< since the moment before
   };
   std::vector<Moment>::const_iterator at(TraceClock::time_point host) const {
     return std::ranges::lower_bound(moments_, host, {}, &Moment::host);
@@ -63,7 +63,7 @@ class HeldAtMoments final : public DeviceMoments {
   std::vector<Moment> moments_;
 };
 
-/// While alive, called wherever the thread takes memory.
+/// While alive, has `look` called wherever the thread takes memory.
 class WatchedCount {
  public:
   WatchedCount(dry::MemoryCount& count, std::function<void()> at_each) : count_(count) {

@@ -1,8 +1,9 @@
-// A step of a sharded model as the memory that its rank holds: the most of it, and what each forward
-// and backward of a unit takes and leaves.
+// Counts the memory that a rank holds in one step of a sharded model: the most of it, and what each
+// forward and backward of a unit takes and leaves.
 //
-// The memory is counted where it is taken (dry/memory_count.h), so that a step on fake tensors and one
-// on real ones are counted alike. Next: forward_activations.h, dry_run.cpp, ../../train/dry/dry_step.h.
+// The memory is counted where it is taken (dry/memory_count.h), so that steps on fake tensors and
+// on real ones are counted alike. Next: forward_activations.h, dry_run.cpp,
+// ../../train/dry/dry_step.h.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 
 namespace tessera::capture {
 
-/// One forward or backward of a unit, by the bytes that the rank held beside its pool.
+/// One forward or backward of a unit, by the bytes that the rank held outside its pool.
 struct DryPass {
   std::string unit;  ///< unit_label()
   bool is_forward = true;
@@ -28,14 +29,14 @@ struct DryPass {
 
 struct CountedStep {
   std::int64_t unsharded = 0;         ///< the most gathered parameters
-  std::int64_t between_steps = 0;     ///< all that is held behind the step
-  std::int64_t peak = 0;              ///< the most in the step, all that is held counted
+  std::int64_t between_steps = 0;     ///< all that is held after the step
+  std::int64_t peak = 0;              ///< the most that is held in the step, of any kind
   std::vector<DryPass> passes = {};   ///< in the order of their ends
   std::vector<TraceSpan> spans = {};  ///< as a traced step has them
 };
 
-/// Runs `step` of `model`, the outermost handle. `count`: of this thread, made before the model. Errors:
-/// those of `step`.
+/// Runs `step` of `model`, the outermost handle. `count` is of this thread, and made before the
+/// model. Errors: those of `step`.
 CountedStep counted_step(const ShardedBase& model, dry::MemoryCount& count,
                          const std::function<void()>& step);
 

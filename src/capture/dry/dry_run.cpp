@@ -39,7 +39,7 @@ struct Counted {
   std::vector<capture::DryPass> passes;
 };
 
-/// `mode`: of all that plans may recompute, and no plans; none: as the program has said.
+/// `mode` is that of all that plans may recompute, without plans; none: as the program has set it.
 Counted count(const DryBuild& build, int rank, int ranks, KernelsOf kernels,
               std::optional<RecomputeMode> mode) {
   Counted found;
@@ -83,7 +83,7 @@ Counted count(const DryBuild& build, int rank, int ranks, KernelsOf kernels,
     model.zero_grad();
   };
   step();  // fills pools and optimizer, and records for a plan
-  step();  // has the pool of the one that recorded
+  step();  // uses the pool of the step that recorded
   run.collectives.clear();
   run.messages.clear();
   auto counted = capture::counted_step(model, memory, step);

@@ -16,7 +16,7 @@ struct UnitPasses {
   std::map<std::string, std::vector<DryPass>> backwards;
   std::int64_t end = 0;  ///< held when the whole forward had ended
 
-  /// The backward of forward `i`, the last one's first; null: it had none.
+  /// Returns the backward of forward `i`, in reverse order; null if it had none.
   const DryPass* backward_of(std::size_t i) const {
     const auto found = backwards.find(forwards[i].unit);
     if (found == backwards.end()) return nullptr;

@@ -16,7 +16,7 @@ std::int64_t aligned(std::int64_t bytes) {
 
 bool meet(const Lifetime& a, const Lifetime& b) { return a.first <= b.last && b.first <= a.last; }
 
-/// The lowest offset at which `bytes` fit between `taken`, ranges in order of their begin.
+/// Returns the lowest offset at which `bytes` fit between `taken`, ranges in order of their begin.
 std::int64_t lowest_gap(const std::vector<std::pair<std::int64_t, std::int64_t>>& taken,
                         std::int64_t bytes) {
   std::int64_t at = 0;

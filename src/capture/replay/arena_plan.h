@@ -1,8 +1,8 @@
-// Where in one block of memory each of several buffers lies, by the time in which it is needed. Pure.
+// Places several buffers in one block of memory, by the time in which each is needed. Pure.
 //
-// Greedy: the largest first, each at the lowest offset at which it meets nobody who is alive at the
-// same time. Source: Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference"
-// (2020), greedy by size.
+// Greedy: the largest first, each at the lowest offset that is free for its lifetime. Source:
+// Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference" (2020), greedy by
+// size.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace tessera::capture {
 
-/// Alive from step `first` to step `last`, both included.
+/// A buffer that is alive from step `first` to step `last`, both included.
 struct Lifetime {
   std::int64_t bytes = 0;
   std::int64_t first = 0;
@@ -23,13 +23,13 @@ struct ArenaPlan {
   std::int64_t bytes = 0;             ///< of the block
 };
 
-/// As fresh memory of libtorch's is aligned.
+/// The alignment of fresh memory of libtorch's.
 inline constexpr std::int64_t kArenaAlignment = 64;
 
-/// The same lifetimes give the same plan.
+/// Makes the plan; the same lifetimes give the same one.
 ArenaPlan plan_arena(const std::vector<Lifetime>& lifetimes);
 
-/// What is wrong with a plan, a line each: offsets that are missing, not aligned or outside, two
+/// Returns the faults of a plan, a line each: offsets that are missing, not aligned or outside, two
 /// buffers that share bytes while both are alive.
 std::vector<std::string> faults_of(const ArenaPlan& plan, const std::vector<Lifetime>& lifetimes);
 

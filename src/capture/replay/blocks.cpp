@@ -20,19 +20,20 @@ auto& of_kind(List& list, BlockKind kind) {
 
 void Blocks::Unmap::operator()(char* memory) const { ::munmap(memory, bytes); }
 
-void Blocks::rest(BlockKind kind) {
+void Blocks::decommit(BlockKind kind) {
   for (auto& block : of_kind(free_, kind)) {
     auto& of = block.get_deleter();
-    if (!of.rests) of.rests = ::madvise(block.get(), of.bytes, MADV_DONTNEED) == 0;
+    if (!of.is_decommitted)
+      of.is_decommitted = ::madvise(block.get(), of.bytes, MADV_DONTNEED) == 0;
   }
 }
 
-std::int64_t Blocks::bytes_at_rest() const {
+std::int64_t Blocks::decommitted_bytes() const {
   std::int64_t bytes = 0;
   for (const auto& of_one_kind : free_) {
     for (const auto& block : of_one_kind) {
       const auto& of = block.get_deleter();
-      if (of.rests) bytes += static_cast<std::int64_t>(of.bytes);
+      if (of.is_decommitted) bytes += static_cast<std::int64_t>(of.bytes);
     }
   }
   return bytes;
@@ -48,8 +49,8 @@ RegionBlocks Blocks::take_most() {
   return found;
 }
 
-/// The smallest that is large enough, of equals the last one given back. Where there is none, one that
-/// is too small makes room.
+/// Takes the smallest free block that is large enough, of equals the last one returned. Where there
+/// is none, frees one that is too small.
 Blocks::Mapped Blocks::take(BlockKind kind, std::size_t bytes) {
   auto& free = of_kind(free_, kind);
   const auto bytes_of = [](const Mapped& block) { return block.get_deleter().bytes; };
@@ -61,7 +62,7 @@ Blocks::Mapped Blocks::take(BlockKind kind, std::size_t bytes) {
   if (found != free.end()) {
     Mapped block = std::move(*found);
     free.erase(found);
-    block.get_deleter().rests = false;
+    block.get_deleter().is_decommitted = false;
     return block;
   }
   if (const auto small = std::ranges::max_element(free, {}, bytes_of); small != free.end()) {

@@ -1,11 +1,12 @@
-// Memory that values of regions lie in while they are needed, of one model; and how much it is.
+// Blocks: the memory of one model's regions while their values are needed, and its size.
 //
-// The block of an entry is there from a forward to the end of its backward, that of scratch for one
-// run. Then it is free for any other region, so that layers that are recomputed share one, and stays:
-// straight from the system, since on the heap it would lie amid what eager calls take and give back,
-// and neither would fit any more. Forwards and backwards come in the same order in each step, so that
-// each finds the block that it had before. Where much else is taken while blocks are free they rest:
-// their addresses stay, their pages go back to the system. Threads: one.
+// An entry has its block from a forward to the end of its backward, a scratch block is taken for
+// one run. Then a block is free for any other region, so that layers that are recomputed share one,
+// and it stays. It is mapped from the system: on the heap it would lie among what eager calls
+// allocate and free, and neither would fit any more. Forwards and backwards come in the same order
+// in each step, so that each finds the block that it had before. Where much else is allocated while
+// blocks are free, they are decommitted: their addresses stay, their pages return to the system.
+// Threads: one.
 #pragma once
 
 #include <array>
@@ -28,20 +29,20 @@ class Blocks {
   Blocks(const Blocks&) = delete;
   Blocks& operator=(const Blocks&) = delete;
 
-  /// What the blocks took at most since the last call.
+  /// Returns the most that the blocks took since the last call.
   RegionBlocks take_most();
-  /// They take now, free ones too.
+  /// Returns the bytes of all blocks, free ones too.
   std::int64_t bytes() const { return bytes_; }
-  /// Those that are free have no pages until they are used again.
-  void rest(BlockKind kind);
-  /// Of those that rest.
-  std::int64_t bytes_at_rest() const;
+  /// Returns the pages of free blocks to the system until they are used again.
+  void decommit(BlockKind kind);
+  /// Returns the bytes of blocks that are decommitted.
+  std::int64_t decommitted_bytes() const;
 
  private:
   friend class Block;
   struct Unmap {
     std::size_t bytes = 0;
-    bool rests = false;
+    bool is_decommitted = false;
     void operator()(char* memory) const;
   };
   using Mapped = std::unique_ptr<char, Unmap>;
@@ -53,14 +54,14 @@ class Blocks {
   Mapped take(BlockKind kind, std::size_t bytes);
   void count(const std::string& unit, BlockKind kind, std::int64_t bytes);
 
-  std::array<std::vector<Mapped>, 2> free_;  // by kind, the last one given back behind the others
+  std::array<std::vector<Mapped>, 2> free_;  // by kind, the last one returned at the end
   std::map<std::string, OfUnit> units_;
   std::int64_t bytes_ = 0, most_ = 0;
 };
 
 class Block {
  public:
-  /// At least `bytes`, of a region in `unit`, which outlives it; none of 0.
+  /// At least `bytes`, for a region in `unit`; the region outlives it. No memory for 0.
   Block(std::shared_ptr<Blocks> blocks, const std::string& unit, BlockKind kind,
         std::int64_t bytes);
   ~Block();

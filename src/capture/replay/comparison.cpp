@@ -22,7 +22,7 @@ void Comparison::look_at(std::size_t step) {
       return differs(name_of(eager_.steps()[step].call->operation));
     }
   }
-  // A replay hands it in here, where its slot is shared: the value that was looked at.
+  // A replay passes it here where its slot is shared: the value that was compared.
   const auto& call = *replayed.call;
   if (call.direct && step >= eager_.forward_steps()) {
     const auto& came = eager_.steps()[call.gradient_step].gradient;
@@ -30,7 +30,8 @@ void Comparison::look_at(std::size_t step) {
   }
 }
 
-/// What the program hands in, and for whom, beside what came to the sink at that step.
+/// Compares what the program passes to a sink, and to which, with what came to the sink in that
+/// step.
 void Comparison::look_at_gradient(const TapeGradient& handed, std::size_t step) {
   const auto& came = eager_.steps()[step].gradient;
   const auto is_same = [&](const Tape::Seen& seen) {

@@ -1,4 +1,4 @@
-// Comparison: what a program gives beside what eager operations gave, step by step.
+// Comparison: compares what a program gives with what eager operations gave, step by step.
 #pragma once
 
 #include <string>
@@ -12,11 +12,11 @@ class Comparison {
  public:
   /// `eager` keeps bits and has the same steps as the program of `replay`; both outlive this.
   Comparison(const Tape& eager, const LiveEntry& replay) : eager_(eager), replay_(replay) {}
-  /// To be called as the program runs.
+  /// Returns the function to call as the program runs.
   StepSeen seen() {
     return [this](std::size_t step) { look_at(step); };
   }
-  /// The first one, by its operation or parameter; empty: none.
+  /// Returns the first difference, by its operation or parameter; empty: none.
   const std::string& difference() const { return difference_; }
 
  private:

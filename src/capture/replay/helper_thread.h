@@ -1,9 +1,9 @@
-// What stays for good is made apart from what a step takes and gives back.
+// Makes what stays for good separate from what a step allocates and frees.
 //
-// Regions are recorded, and their entries made, while activations are there: many small pieces among
-// large ones, which would keep those from growing together again when they are free. What a thread
-// makes lies in another part of the heap (an arena of glibc's; any other allocator does no harm), and
-// threads that come later have that of the ones before.
+// Regions are recorded, and their entries made, while activations are there: many small pieces
+// among large ones, which would keep the free memory from growing together again. What a thread
+// makes lies in another part of the heap (an arena of glibc's; other allocators do no harm), and
+// later threads use the arena of earlier ones.
 #pragma once
 
 #include <future>
@@ -11,7 +11,7 @@
 
 namespace tessera::capture {
 
-/// make() on a thread of its own, which knows nothing of this one's modes and guards.
+/// Runs make() on a new thread, which has none of this thread's modes and guards.
 template <class Make>
 auto run_on_helper_thread(Make&& make) {
   return std::async(std::launch::async, std::forward<Make>(make)).get();

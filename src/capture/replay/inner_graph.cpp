@@ -16,7 +16,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-/// Keeps what comes for one input, as it comes. At a leaf autograd would lay it out anew.
+/// Keeps the gradient of one input as it comes. At a leaf, autograd would change its layout.
 struct InputEnd : torch::autograd::Node {
   at::Tensor gradient;
   bool is_awaited = false;
@@ -31,7 +31,7 @@ struct InputEnd : torch::autograd::Node {
   }
 };
 
-/// While alive, the ends take what comes.
+/// While alive, the ends keep what comes.
 class Awaited {
  public:
   explicit Awaited(const std::vector<compat::NodePtr>& ends) : ends_(ends) { set(true); }

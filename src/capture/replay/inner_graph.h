@@ -1,6 +1,6 @@
-// InnerGraph: autograd's graph of a region's body, which one node outside stands for.
+// InnerGraph: the autograd graph of a region's body; one node of the outer graph stands for it.
 //
-// Its inputs have no history but an end of their own, which keeps the gradient as it comes. Threads:
+// Its inputs have no history except an end each, which keeps the gradient as it comes. Threads:
 // one.
 #pragma once
 
@@ -16,11 +16,12 @@ namespace tessera::capture {
 
 class InnerGraph {
  public:
-  /// `inputs` become those that the body is given.
+  /// Replaces `inputs` by those that the body is given.
   void enter(std::vector<at::Tensor>& inputs);
-  /// From those of `results` for which a gradient came: the gradients of the inputs, undefined where
-  /// there is none. Inside of a backward, whose graph is kept or not as this one then is. Parameters get
-  /// theirs by their sinks. An end that another backward reaches throws (kUsage).
+  /// Returns the gradients of the inputs, undefined where there is none, from those of `results`
+  /// for which a gradient came. To be called inside a backward, whose graph is kept or not as this
+  /// one then is. Parameters get their gradients by their sinks. An end that another backward
+  /// reaches throws (kUsage).
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& results,
                                    const std::vector<at::Tensor>& gradients);
   void clear() { ends_.clear(); }
@@ -29,9 +30,9 @@ class InnerGraph {
   std::vector<compat::NodePtr> ends_;  // by input; null: it needs no gradient
 };
 
-/// What a program can not hand on of the graph inside: where it leads to but to inputs and slots, whose
-/// gradients are recorded, and who listens in it; empty: nothing. `begin` is the number of its first
-/// node.
+/// Returns what a program cannot pass on of the inner graph: edges to anything except inputs and
+/// slots, whose gradients are recorded, and hooks in it; empty: nothing. `begin` is the number of
+/// its first node.
 std::string leads_out(const std::vector<at::Tensor>& results, std::uint64_t begin);
 
 }  // namespace tessera::capture

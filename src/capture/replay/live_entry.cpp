@@ -14,18 +14,18 @@
 namespace tessera::capture {
 namespace {
 
-/// A storage of that size that is nowhere yet.
+/// Returns a storage of that size that has no memory yet.
 c10::Storage nowhere(std::int64_t size) {
   return {c10::Storage::use_byte_size_t(), static_cast<std::size_t>(size),
           at::DataPtr(nullptr, at::kCPU), nullptr, /*resizable=*/false};
 }
 
-/// As at::empty_strided, of that value.
+/// Like at::empty_strided, for that value.
 at::Tensor fresh_of(const Value& value) {
   return at::empty_strided(value.sizes, value.strides, at::TensorOptions().dtype(value.dtype));
 }
 
-/// With its strides: what comes after may add in their order.
+/// Copies with the strides of `tensor`: later operations may add in their order.
 at::Tensor copy_of(const at::Tensor& tensor) {
   std::int64_t reach = 1;
   for (std::int64_t i = 0; i < tensor.dim(); ++i) {
@@ -41,10 +41,10 @@ void run_boxed(const ProgramCall& call, c10::Stack& stack) {
   call.operation.callBoxed(stack);
 }
 
-/// Where its memory begins.
+/// Returns where its memory begins.
 void* begin_of(const at::Tensor& tensor) { return tensor.storage().mutable_data(); }
 
-/// As many as the tape has values of: one that an operation leaves out is none.
+/// Returns the tensors that the tape has values of: one that an operation leaves out is none.
 std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results) {
   std::vector<at::Tensor> all;
   for (const auto& result : results) {
@@ -57,7 +57,7 @@ std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results) {
   return all;
 }
 
-/// Of one backward, however it ends.
+/// Holds the lease during one backward, however it ends.
 class Lease {
  public:
   Lease(std::shared_ptr<const LiveEntry>& place, std::shared_ptr<const LiveEntry> lease)
@@ -72,14 +72,14 @@ class Lease {
   std::shared_ptr<const LiveEntry>& place_;
 };
 
-/// Puts results where they belong; those that lie there already stay.
+/// Puts results into their places; those that lie there already stay.
 void put(std::vector<at::Tensor> results, const std::vector<at::Tensor>& places) {
   const auto lies_in = [&](const at::Tensor& result, const at::Tensor& place) {
     return place.defined() && result.defined() && result.is_alias_of(place);
   };
   for (std::size_t i = 0; i < places.size(); ++i) {
     for (std::size_t j = 0; j < places.size(); ++j) {
-      // In the place of another one, which would be written over.
+      // It lies in the place of another one, which would overwrite it.
       if (i != j && lies_in(results.at(i), places[j])) results[i] = results[i].clone();
     }
   }
@@ -164,13 +164,13 @@ Block LiveEntry::scratch() const {
 }
 
 /// Holds the memory from outside until release(), as autograd holds what it saves. At other times
-/// its owners alone hold it, so that an expired reference means that it is no longer in use
+/// only its owners hold it, so that an expired reference means that it is no longer in use
 /// (outside.h).
 void LiveEntry::find_outside() {
   for (const auto i : outside_) {
     const auto memory = static_cast<std::size_t>(program_->values[i].memory);
     auto held = program_->memories[memory].outside->lock();
-    TESSERA_INVARIANT(held, "memory from outside of a region that nobody holds");
+    TESSERA_INVARIANT(held, "memory from outside of a region that has no owner");
     values_[i].unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(held)));
   }
 }
@@ -253,7 +253,7 @@ std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradi
   use(MemoryPlace::kScratch, of_run.data(), last_scratch_);
   give(program_->gradients, gradients);
   const auto fresh = hand_out(program_->input_gradients);
-  // A product that is put off may read one of them later: autograd neither frees nor adds to it.
+  // A deferred product may read one of them later: autograd neither frees nor adds to it.
   for (const auto& gradient : fresh) {
     if (program_->defers && gradient.defined()) held_.push_back(gradient.storage());
   }
@@ -298,8 +298,8 @@ void LiveEntry::run_call(std::size_t step, Gradients of_parameters) {
   if (!call.made.empty()) put(tensors_in(stack_), made_[step]);
 }
 
-/// The product of eager layers (nn/linear.h), of what lies in this entry.
-void LiveEntry::put_off(const ProgramCall& call, grad::WeightGradStore& store) const {
+/// Defers the product of eager layers (nn/linear.h), from what lies in this entry.
+void LiveEntry::defer(const ProgramCall& call, grad::WeightGradStore& store) const {
   const auto& raw = program_->values[static_cast<std::size_t>(call.direct->raw)];
   using Reads = grad::Product::Reads;
   store.put(call.direct->slot, {.sizes = raw.sizes,
@@ -324,7 +324,7 @@ bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {
   const auto& gradient = *call.direct;
   const auto& handed_in = program_->steps[call.gradient_step].gradient;
   if (auto* store = gradient.sink->store(); store != nullptr && handed_in.may_wait) {
-    put_off(call, *store);
+    defer(call, *store);
     accepted_[call.gradient_step] = true;
     return true;
   }

@@ -1,7 +1,7 @@
-// LiveEntry: one forward of a program whose backward may be to come, with all its tensors made.
+// LiveEntry: one forward of a program whose backward may follow, with all its tensors made.
 //
-// Every value of the program is a tensor that is made once; what changes from call to call is where
-// its memory is, and that is set. So a replay makes no tensor and no view but for what it hands out,
+// Every value of the program is a tensor that is made once; only the address of its memory changes
+// from call to call, and is set. So a replay makes no tensor and no view except what it hands out,
 // and takes memory once: its block, and a scratch block while it runs. Threads: one at a time.
 #pragma once
 
@@ -19,27 +19,27 @@
 
 namespace tessera::capture {
 
-/// Called behind the operation of each step, and where a raw gradient is left.
+/// Called after the operation of each step, and where a raw gradient is left.
 using StepSeen = std::function<void(std::size_t step)>;
 
 class LiveEntry {
  public:
-  /// `unit`: in which the region lies.
+  /// `unit` is the one in which the region lies.
   LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Blocks> blocks,
             std::string unit);
   LiveEntry(const LiveEntry&) = delete;
   LiveEntry& operator=(const LiveEntry&) = delete;
 
-  /// The results, fresh. Inputs as the program's: sizes, strides and dtype are not asked again.
+  /// Returns the results, fresh. Sizes, strides and dtypes of `inputs` are the program's and are
+  /// not checked.
   std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs, const StepSeen& seen = {});
   enum class Gradients : std::uint8_t {
     kAccepted,  ///< by their sinks
-    kLeft,      ///< nobody gets one: a comparison
+    kLeft,      ///< for no sink: a comparison
   };
-  /// The gradients of the inputs, fresh. After forward(), as often as somebody asks, where backward
-  /// writes to nothing that forward left.
-  /// Weight gradients that are put off hold `lease`, this entry, until they are formed: for so long
-  /// it runs no other forward.
+  /// Returns the gradients of the inputs, fresh. To be called after forward(), and repeatedly where
+  /// backward writes to nothing that forward left. Deferred weight gradients hold `lease`, this
+  /// entry, until they are formed: until then it runs no other forward.
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& gradients,
                                    Gradients of_parameters, const StepSeen& seen = {},
                                    const std::shared_ptr<const LiveEntry>& lease = {});
@@ -52,7 +52,7 @@ class LiveEntry {
 
  private:
   void point(MemoryId memory, void* data);
-  /// Where memories of that place lie from here on.
+  /// Sets where memories of that place lie from here on.
   void use(MemoryPlace place, char* block, char*& last);
   Block scratch() const;
   void find_outside();
@@ -65,7 +65,7 @@ class LiveEntry {
   void run(std::size_t begin, std::size_t end, Gradients of_parameters, const StepSeen& seen);
   void run_call(std::size_t step, Gradients of_parameters);
   bool run_into_slot(const ProgramCall& call, std::size_t step);
-  void put_off(const ProgramCall& call, grad::WeightGradStore& store) const;
+  void defer(const ProgramCall& call, grad::WeightGradStore& store) const;
   void accept(const TapeGradient& gradient) const;
 
   std::shared_ptr<const Program> program_;
@@ -75,13 +75,13 @@ class LiveEntry {
   char *last_block_ = nullptr, *last_scratch_ = nullptr;  // where memories point to
   std::vector<c10::Storage> storages_;                    // by memory
   std::vector<at::Tensor> values_;
-  std::vector<std::size_t> outside_;            // of the values, those from outside
+  std::vector<std::size_t> outside_;            // which of the values are from outside
   std::vector<c10::Stack> stacks_;              // by step
   std::vector<std::vector<at::Tensor>> made_;   // by step: where results lie
-  std::vector<std::vector<at::Tensor>> given_;  // those that a kernel is given for them
-  std::vector<c10::Storage> held_;  // what others gave, and what was handed out and is read again
-  std::vector<bool> accepted_;      // by step: its gradient is in its slot, or was put off
-  std::shared_ptr<const LiveEntry> lease_;  // while it runs backward
+  std::vector<std::vector<at::Tensor>> given_;  // what a kernel is given for them
+  std::vector<c10::Storage> held_;              // given by others, or handed out and read again
+  std::vector<bool> accepted_;                  // by step: its gradient is in its slot or deferred
+  std::shared_ptr<const LiveEntry> lease_;      // while it runs backward
   c10::Stack stack_;
 };
 

@@ -21,7 +21,7 @@ std::vector<at::Tensor> parameters_of(const Modules& modules) {
   return all;
 }
 
-/// The tensor, undefined where it no longer exists.
+/// Returns the tensor, undefined where it no longer exists.
 at::Tensor held(const WeakTensor& tensor) {
   auto there = tensor.lock();
   return there ? at::Tensor(std::move(there)) : at::Tensor();

@@ -40,8 +40,8 @@ class Holders {
   /// Counts again, at the beginning of each call and around recordings. `has_graphs`: graphs of
   /// recordings hold what they have read, so that a larger number is not taken over.
   void look(bool has_graphs);
-  /// How often look() found fewer holders of `tensor`, which it watches from the first such call
-  /// on: a different number than before means that the tensor has lost a holder in between.
+  /// Returns how often look() found fewer holders of `tensor`, which it watches from the first such
+  /// call on: another number than before means that the tensor has lost a holder in between.
   int times_fewer(const WeakTensor& tensor);
 
  private:

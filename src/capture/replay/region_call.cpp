@@ -1,4 +1,4 @@
-// A call of a region: recorded, compared with what was recorded before, or replayed.
+// Calls of a region: recorded, compared with what was recorded before, or replayed.
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
@@ -16,8 +16,8 @@
 
 #include "base/first_derivative.h"
 #include "base/test_hooks.h"
-#include "capture/replay/helper_thread.h"
 #include "capture/replay/comparison.h"
+#include "capture/replay/helper_thread.h"
 #include "capture/replay/inner_graph.h"
 #include "capture/replay/variants.h"
 #include "tessera/error.h"
@@ -31,7 +31,7 @@ using torch::autograd::variable_list;
 constexpr auto kOtherModes = "another backward than forward: autocast, threads or dtypes";
 constexpr auto kOutlives = "a tensor that outlives the call and is no result";
 
-/// While alive, nothing is cast.
+/// Switches autocast off while it is alive.
 class AutocastOff {
  public:
   AutocastOff() : was_(at::autocast::is_autocast_enabled(at::kCPU)) { set(false); }
@@ -56,14 +56,14 @@ void switch_off(Region& region, Variant& variant, const std::string& why) {
   region.say_once(why);
 }
 
-/// Rides in a node's saved_data.
+/// One call of a region, kept in the node's saved_data.
 struct LiveCall : torch::CustomClassHolder {
   enum class Kind : std::uint8_t { kRecorded, kReplayed };
   Kind kind = Kind::kRecorded;
   std::shared_ptr<Region> region;
   std::shared_ptr<Variant> variant;
   grad::RegionBody body;
-  variable_list inputs;  ///< as they came, without their history; of a graph inside as they enter
+  variable_list inputs;  ///< as they came, without history; for an inner graph as they enter it
   std::shared_ptr<const Outside> outside;  ///< the variant's
   InnerGraph graph;                        ///< of kRecorded, or of a body that runs again
   variable_list results;  ///< of kRecorded: of the graph inside; of kReplayed: what backward reads
@@ -72,13 +72,14 @@ struct LiveCall : torch::CustomClassHolder {
   bool has_place_holder = false;             ///< behind them
   std::vector<std::int64_t> versions;        ///< of what backward reads, when forward had ended
   std::vector<Version> outside_of_backward;  ///< the same of what is outside
-  /// The same of all that the body reads, which runs again where backward is another one.
+  /// The same versions for all that the body reads, which runs again where the backward is another
+  /// one.
   std::vector<std::int64_t> versions_of_inputs;
   std::vector<Version> outside_of_body;
   std::vector<Hash128> data;  ///< of kRecorded: its arguments
   std::shared_ptr<Tape> tape;
   TapeEnds ends;
-  std::vector<WeakStorage> inner;  ///< what may not outlive it
+  std::vector<WeakStorage> inner;  ///< memory that may not outlive it
   std::shared_ptr<LiveEntry> entry;
   bool has_ended = false;
   bool is_under_way = false;  ///< of kRecorded
@@ -89,7 +90,7 @@ struct LiveCall : torch::CustomClassHolder {
   LiveCall(const LiveCall&) = delete;
   LiveCall& operator=(const LiveCall&) = delete;
 
-  /// Nothing of it is needed any more.
+  /// Frees what it holds; it is no longer needed.
   void end() {
     has_ended = true;
     if (tape != nullptr) variant->is_recording = false;
@@ -112,7 +113,7 @@ struct LiveCall : torch::CustomClassHolder {
     return all;
   }
 
-  /// What backward reads of them.
+  /// Returns the inputs and results that backward reads.
   variable_list kept() const {
     variable_list all;
     const auto& program = entry->program();
@@ -123,8 +124,8 @@ struct LiveCall : torch::CustomClassHolder {
   }
 };
 
-/// It has no memory to lay out, but its comparison would hold what it gives and its weight's gradient
-/// twice: of a head these are the largest of a model.
+/// Whether the program is a single product. It has no memory to lay out, and comparing it would
+/// hold its result and its weight's gradient twice: for a head these are the largest of a model.
 bool is_one_product(const Program& program) {
   const auto forward = std::span(program.steps).first(program.forward_steps);
   const auto calls = std::ranges::count_if(forward, [](const ProgramStep& step) {
@@ -135,8 +136,8 @@ bool is_one_product(const Program& program) {
          });
 }
 
-/// The first tape makes the program; a later one is compared with it. `data`: of `arguments`, as the
-/// call began.
+/// Makes the program from the first tape; compares a later one with it. `data`: the hashes of
+/// `arguments` when the call began.
 void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>& tape,
                    const TapeEnds& ends, const variable_list& arguments,
                    const std::vector<Hash128>& data) {
@@ -182,8 +183,8 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
   }
 }
 
-/// What `run` gives, while `tape` records it. What no operation writes, and yet is another afterwards,
-/// the body has changed through a pointer: a replay would not.
+/// Returns what `run` gives, while `tape` records it. Refuses memory that changes though no
+/// operation writes it: the body has written through a pointer, which a replay would not do.
 variable_list recorded(const Variant& variant, Tape& tape,
                        const std::function<variable_list()>& run) {
   const auto outside =
@@ -200,7 +201,8 @@ variable_list recorded(const Variant& variant, Tape& tape,
   return results;
 }
 
-/// An argument that is read as what it is inside, too, would take that one's place in the program.
+/// Refuses an argument that the body also reads as a parameter or buffer: the argument would take
+/// its place in the program.
 void refuse_own(const Region& region, Tape& tape, const variable_list& inputs) {
   const auto is_own = [&](const at::Tensor& input) {
     return input.defined() && input.has_storage() && region.owns(input);
@@ -221,7 +223,7 @@ void refuse_chosen_targets() {
 /// Compares each step of the program's forward with what was recorded.
 void compare_forward(const Region& region, const std::shared_ptr<Variant>& variant, Tape& tape,
                      const variable_list& inputs) {
-  // What differs in its operations is said when the whole was recorded.
+  // Differences between the operations are reported when the whole was recorded.
   if (variant->tape == nullptr || !tape.refused().empty()) return;
   if (!difference_of(*variant->tape, tape).empty()) return;
   const auto entry = region.entry_to_compare(*variant);
@@ -230,8 +232,8 @@ void compare_forward(const Region& region, const std::shared_ptr<Variant>& varia
   if (!comparison.difference().empty()) tape.refuse(comparison.difference());
 }
 
-/// The same of backward, which needs what forward leaves: that is formed again, so that no call
-/// keeps it twice.
+/// Compares backward in the same way. It needs what forward leaves, which is formed again, so that
+/// no call keeps it twice.
 void compare_backward(const Region& region, const std::shared_ptr<Variant>& variant, Tape& tape,
                       const variable_list& inputs, const variable_list& grads) {
   if (variant->tape == nullptr || !tape.refused().empty()) return;
@@ -254,7 +256,7 @@ std::vector<InputLike> alike_of(const variable_list& tensors) {
   return alike;
 }
 
-/// What keep() would take for the program's arguments behind the first `inputs`.
+/// Returns what keep() would take for the program's arguments after the first `inputs`.
 variable_list taken_from_checkpoint(const Program& program, std::size_t inputs) {
   variable_list taken;
   for (std::size_t i = inputs; i < program.inputs.size(); ++i) {
@@ -264,7 +266,7 @@ variable_list taken_from_checkpoint(const Program& program, std::size_t inputs) 
   return taken;
 }
 
-/// What the node gives to autograd: of results that share memory with arguments a copy.
+/// Returns what the node gives to autograd: copies of results that share memory with arguments.
 variable_list handed_out(AutogradContext& context, const LiveCall& call) {
   variable_list outputs, without;
   for (const auto& result : call.results) {
@@ -334,14 +336,14 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     compare_forward(*call.region, call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
-    // Others run forward, and are compared, before this one's backward.
+    // Other calls run forward, and are compared, before the backward of this one.
     call.region->shared().trim();
     return handed_out(context, call);
   }
 
   static variable_list backward_of_recording(LiveCall& call, const variable_list& grads) {
     const auto tape = std::exchange(call.tape, nullptr);
-    if (tape == nullptr) return call.graph.backward(call.results, grads);  // a second one
+    if (tape == nullptr) return call.graph.backward(call.results, grads);  // a second backward
     auto& variant = *call.variant;
     variant.is_recording = false;
     if (!call.region->is_set_as(variant.guards) || at::autocast::is_autocast_enabled(at::kCPU)) {
@@ -350,7 +352,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     const bool defers = call.region->defers_weight_gradients();
     if (defers && variant.tape != nullptr && !variant.program->while_deferring) variant.forget();
-    // Where it has none that is put off, both are recorded alike.
+    // A backward without deferred gradients is recorded alike in both modes.
     const bool is_as_recorded = variant.tape == nullptr || (match(variant.gradients, grads) &&
                                                             (defers || !variant.program->defers));
     if (!is_as_recorded) {
@@ -358,7 +360,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       return call.graph.backward(call.results, grads);
     }
     if (!tape->refused().empty()) {
-      // As eager as ever, so that slots are shared again.
+      // Runs eagerly, so that slots are shared again.
       switch_off(*call.region, variant, tape->refused());
       return call.graph.backward(call.results, grads);
     }
@@ -371,7 +373,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     if (variant.tape == nullptr) variant.gradients = alike_of(grads);
     compare_backward(*call.region, call.variant, *tape, call.all_inputs(), grads);
     tape->drop_values();
-    // What is put off holds what its products read.
+    // Deferred gradients hold what their products read.
     if (!defers) call.inner = tape->names_of_inner({call.ends.results, call.ends.input_gradients});
     end_recording(*call.region, variant, tape, call.ends, call.inputs, call.data);
     call.region->shared().trim();
@@ -387,7 +389,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     for (const auto i : call.entry->program().kept_results) {
       call.results.push_back(outputs[static_cast<std::size_t>(i)].detach());
     }
-    // Without their history, which the node has. Whether each needs a gradient is known by it.
+    // Without history, which the node has; it also knows whether each needs a gradient.
     for (auto& input : call.inputs) {
       if (input.defined()) input = input.detach().set_requires_grad(input.requires_grad());
     }
@@ -424,7 +426,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
                   why, "), expected all as it was; change a clone");
     {
       const at::AutoGradMode grad(true);
-      // As forward was.
+      // in the mode of forward
       const AutocastOff no_casts;
       call.graph.enter(call.inputs);
       call.results = call.body(call.inputs);
@@ -432,19 +434,19 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     return call.graph.backward(call.results, grads);
   }
 
-  /// Empty: the program's backward is the one that is asked for.
+  /// Returns why the body runs again; empty: the recorded backward is the one that is asked for.
   static std::string why_body_runs_again(LiveCall& call, const variable_list& grads) {
     if (!call.region->is_set_as(call.variant->guards) ||
         at::autocast::is_autocast_enabled(at::kCPU)) {
       return kOtherModes;
     }
     if (call.region->defers_weight_gradients() && !call.entry->program().while_deferring) {
-      // It was recorded before anybody put them off.
+      // It was recorded before they were deferred.
       call.variant->forget();
-      return "weight gradients are put off";
+      return "weight gradients are deferred";
     }
-    // A product that is owed reads what another backward would write over.
-    if (call.entry.use_count() > 1) return "weight gradients of the backward before are owed";
+    // A pending product reads what another backward would overwrite.
+    if (call.entry.use_count() > 1) return "weight gradients of the backward before are pending";
     if (!match(call.variant->gradients, grads)) return "other gradients than were recorded";
     return {};
   }
@@ -486,7 +488,7 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
   }
   const auto results = RegionNode::apply(call, at::TensorList(arguments));
   if (call->leads_out.empty()) return results;
-  // One node can not hand such a gradient on; the graph of an eager call can.
+  // The node cannot pass such a gradient on; the graph of an eager call can.
   switch_off(*region, *variant, call->leads_out);
   ++region->calls().eager[call->leads_out];
   return body(inputs);
@@ -501,7 +503,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
     const auto entry = region.take_entry(of);
     auto outputs = entry->forward(inputs);
     region.shared().forward_ran(region);
-    // What keep() would have kept, behind the results.
+    // The results that keep() would have kept follow the others.
     for (std::size_t i = variant.results; i < outputs.size(); ++i) grad::add_kept(outputs[i]);
     outputs.resize(variant.results);
     return outputs;

@@ -12,7 +12,7 @@
 namespace tessera::capture {
 namespace {
 
-/// From when to when a memory is needed, in steps.
+/// The steps from the first to the last one that needs a memory.
 struct Use {
   std::int64_t first = std::numeric_limits<std::int64_t>::max();
   std::int64_t last = -1;
@@ -103,13 +103,13 @@ bool takes_results(const c10::FunctionSchema& out, const c10::FunctionSchema& pl
   return last.is_out() && last.alias_info() != nullptr && last.alias_info()->isWrite();
 }
 
-/// The form of an operation that writes its one result where it is told to, and does not itself
-/// form it elsewhere first, as those that libtorch generates do.
+/// Returns the form of an operation that writes its one result to a given place, unless it forms it
+/// elsewhere first, as those that libtorch generates do.
 std::optional<c10::OperatorHandle> out_form(const c10::OperatorHandle& operation) {
   const auto& plain = operation.schema();
   if (plain.returns().size() != 1) return std::nullopt;
   const auto& name = operation.operator_name();
-  // Of sum.dim_IntList it is sum.IntList_out.
+  // The out form of sum.dim_IntList is sum.IntList_out.
   for (const std::string& overload :
        {std::string("out"), name.overload_name + "_out",
         name.overload_name.substr(name.overload_name.find('_') + 1) + "_out"}) {
@@ -126,8 +126,8 @@ bool is_copy(const c10::OperatorHandle& operation) {
   return name == "aten::_to_copy" || name == "aten::clone";
 }
 
-/// Whether it lies in a memory of that size from its first to its last byte, no element where
-/// another one is: an expanded part may have as many elements as the whole.
+/// Whether the value is all of a memory of that size, each byte once: an expanded part may have as
+/// many elements as the whole.
 bool is_all_of(const Value& value, std::int64_t bytes) {
   std::int64_t numel = 1, reach = 1;
   for (std::size_t i = 0; i < value.sizes.size(); ++i) {
@@ -204,7 +204,7 @@ void Maker::place_what_comes_in() {
   }
 }
 
-/// Whether it was handed out as a result, and `handed` are gradients of inputs.
+/// Whether the memory was handed out as a result, and `handed` are gradients of inputs.
 bool Maker::is_of_results(MemoryId memory, const std::vector<HandedValue>& handed) const {
   return &handed != &program_.results &&
          std::ranges::any_of(program_.results, [&](const HandedValue& result) {
@@ -244,7 +244,7 @@ void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue
       memory.place = MemoryPlace::kHanded;
       memory.number = static_cast<std::int32_t>(i);
     } else {
-      in(uses_, value.memory).at(end - 1);  // it is cloned behind that
+      in(uses_, value.memory).at(end - 1);  // it is cloned after that
     }
     handed.push_back(one);
   }
@@ -281,7 +281,7 @@ void Maker::lay_out() {
   program_.scratch_bytes = place(scratch);
 }
 
-/// A product that writes the whole of a memory, which then only goes to a slot.
+/// Finds products that write the whole of a memory, which then only goes to a slot.
 void Maker::find_direct_slots() {
   constexpr auto kNone = static_cast<std::size_t>(-1);
   std::vector<std::size_t> writers(program_.memories.size(), kNone);
@@ -307,7 +307,7 @@ void Maker::find_direct_slots() {
     if (step.call || step.gradient.raw == kNone) continue;
     const auto memory = static_cast<std::size_t>(memory_id(step.gradient.raw));
     const std::size_t writer = writers[memory];
-    // Its own writing, and the gradient's reading.
+    // Its own write, and the read of the gradient.
     if (writer == kNone || uses[memory] != 2) continue;
     auto& call = *program_.steps[writer].call;
     if (call.arguments.back().values.at(0) != step.gradient.raw) continue;
@@ -320,7 +320,7 @@ void Maker::find_direct_slots() {
   }
 }
 
-/// What products read that are put off outlives backward.
+/// Keeps what deferred products read beyond the backward.
 void Maker::keep_for_later() {
   const auto end = static_cast<std::int64_t>(program_.steps.size());
   for (std::size_t i = 0; i < program_.steps.size(); ++i) {
@@ -331,7 +331,7 @@ void Maker::keep_for_later() {
       return step.call && step.call->direct && step.call->gradient_step == i;
     });
     if (product == program_.steps.end()) {
-      why_ = "a weight gradient that is put off and is no plain product";
+      why_ = "a weight gradient that is deferred and is no plain product";
       return;
     }
     const auto& arguments = product->call->arguments;

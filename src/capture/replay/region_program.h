@@ -1,14 +1,14 @@
-// Program: a tape made ready to be run again without autograd, in memory that was laid out before.
+// Program: a tape made ready to run again without autograd, in memory that is laid out in advance.
 //
-// Each operation writes where its value lies: by its `.out` form, where ATen has one that is no copy
-// itself; kernels of this library into memory that is given to them (kernels/results.h); else it is
-// copied there. Views need no operation: a value is made once, for good. Memory that forward leaves
+// Each operation writes where its value lies: by its `.out` form, where ATen has one that does not
+// copy; a kernel of this library into memory that is given to it (kernels/results.h); else the
+// result is copied there. Views need no operation: a value is made once. Memory that forward leaves
 // for backward lies in the block of an entry, one for each forward whose backward is to come; all
-// other memory in a scratch block, which regions share, since they run one after the other. What is
-// handed to autograd (results, gradients of arguments) is fresh in each call: a replay that wrote
-// there again would change what others hold. A product that is a parameter's gradient and nothing
-// else names the slot, which is shared to it where it may be. [Note: direct slots] of grad/sink.h.
-// Next: live_entry.h.
+// other memory lies in a scratch block, which regions share, since they run one after the other.
+// What is handed to autograd (results, gradients of arguments) is fresh in each call: a replay that
+// wrote there again would change what others hold. A product that is a parameter's gradient and
+// nothing else names the slot, which is shared with it where possible. [Note: direct slots] of
+// grad/sink.h. Next: live_entry.h.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 namespace tessera::capture {
 
 enum class MemoryPlace : std::uint8_t {
-  kNowhere,  ///< nobody needs it
+  kNowhere,  ///< not needed
   kEntry,
   kScratch,
   kGiven,    ///< argument or gradient: as it comes
@@ -34,16 +34,16 @@ struct ProgramMemory {
   MemoryPlace place = MemoryPlace::kNowhere;
   std::int64_t bytes = 0;
   std::int64_t offset = 0;      ///< in its block
-  std::int64_t first_byte = 0;  ///< of kGiven: at which the given tensor begins
-  std::int32_t number = kNone;  ///< of kGiven and kHanded: which one
+  std::int64_t first_byte = 0;  ///< of kGiven: the byte at which the given tensor begins
+  std::int32_t number = kNone;  ///< of kGiven and kHanded: its number
   std::optional<WeakStorage> outside = {};
 };
 
 struct ProgramCall {
   enum class Form : std::uint8_t {
-    kNothing,  ///< it only finds memory
+    kNothing,  ///< it only allocates
     kPlain,    ///< its arguments say where it writes
-    kResults,  ///< into what it is given
+    kResults,  ///< into the memory that it is given
     kCopied,   ///< its results are copied to where they lie
   };
   c10::OperatorHandle operation;
@@ -53,7 +53,7 @@ struct ProgramCall {
                               ///< kNone: a result that lies elsewhere
   std::optional<TapeGradient> direct;  ///< whose slot may take the place of the last argument
   std::size_t gradient_step = 0;       ///< of `direct`: where it would be handed in
-  bool on_one_thread = false;          ///< as it was recorded
+  bool on_one_thread = false;          ///< whether it was recorded so
 };
 
 struct ProgramStep {
@@ -61,13 +61,13 @@ struct ProgramStep {
   TapeGradient gradient = {};
 };
 
-/// A value that leaves the program: in memory of its own, that is fresh in each call; or a view of
-/// what was given or of another one; else it is cloned.
+/// A value that leaves the program: in memory of its own, fresh in each call; a view of a given
+/// value or of another one; or else a clone.
 struct HandedValue {
   ValueId value = kNone;  ///< kNone: undefined
   bool is_fresh = false;
   std::int32_t given = kNone;    ///< of results an input, of gradients of inputs one that came
-  std::int32_t same_as = kNone;  ///< handed out beside it, fresh
+  std::int32_t same_as = kNone;  ///< fresh, and handed out with this one
 };
 
 struct Program {
@@ -77,26 +77,26 @@ struct Program {
   std::size_t forward_steps = 0;
   std::vector<ValueId> inputs, gradients;  ///< kNone: undefined, or not used
   std::vector<HandedValue> results, input_gradients;
-  bool defers = false;  ///< some gradients were put off
-  /// Recorded while weight gradients are put off, whether or not it has one that can be.
+  bool defers = false;  ///< some gradients were deferred
+  /// Recorded while weight gradients are deferred, whether or not it has any that can be.
   bool while_deferring = false;
   std::int64_t entry_bytes = 0, scratch_bytes = 0;
-  /// Arguments and results that backward reads: nobody may change them in between.
+  /// Arguments and results that backward reads: they may not change in between.
   std::vector<std::int32_t> kept_inputs, kept_results;
   std::vector<MemoryId> kept_outside;  ///< the same of memory from outside
 };
 
-/// What a tape leads out of.
+/// The values that enter and leave a tape.
 struct TapeEnds {
   std::vector<ValueId> inputs, results, gradients, input_gradients;
   std::size_t arguments = 0;  ///< of the inputs; those behind them keep() took out of a checkpoint
   bool operator==(const TapeEnds&) const = default;
 };
 
-/// That value, as it lies in `storage`.
+/// Returns that value as it lies in `storage`.
 at::Tensor tensor_of(const c10::Storage& storage, const Value& value);
 
-/// Makes `program`, or says why there is none. Errors: kInternal where memory is laid out wrong.
+/// Makes `program`, or returns why there is none. Errors: kInternal where memory is laid out wrong.
 std::string make_program(const Tape& tape, const TapeEnds& ends, Program& program);
 
 }  // namespace tessera::capture

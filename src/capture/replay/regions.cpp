@@ -27,8 +27,8 @@ namespace tessera::capture {
 namespace {
 
 constexpr std::size_t kVariants = 4;
-/// Behind so many calls of other variants one is not expected again: of a plan that is followed no
-/// longer, a validation's last batch.
+/// After so many calls of other variants a variant is not expected again: it belongs to an earlier
+/// plan, or is a validation's last batch.
 constexpr std::int64_t kForgotten = 64;
 
 /// The kernels of attention that libtorch may choose; each runs other operations.
@@ -53,7 +53,8 @@ std::vector<Hash128> hashes_of(const std::vector<at::Tensor>& tensors) {
   return all;
 }
 
-/// Those that somebody has changed since the call began are not what was recorded.
+/// Keeps copies, except of arguments that have changed since the call began and are not what was
+/// recorded.
 void Variant::keep_same(const std::vector<at::Tensor>& arguments) {
   const at::NoGradGuard no_grad;
   same.assign(data.size(), {});
@@ -106,16 +107,16 @@ Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name
   }
   if (!holds_units) return;
   never_ = "a unit inside";
-  modules_.clear();  // a handle holds what holds this
+  modules_.clear();  // a handle holds this object's owner
   parameters_.clear();
 }
 
 void SharedByRegions::forward_ran(const Region& region) {
-  // What recomputes is amid layers.
+  // A region that runs again in a backward is not the forward's last.
   if (base::in_backward_pass()) return;
   ran_last_ = &region;
   ++ran_;
-  if (ends_forward_ == &region && ran_ > 1) blocks->rest(BlockKind::kScratch);
+  if (ends_forward_ == &region && ran_ > 1) blocks->decommit(BlockKind::kScratch);
 }
 
 void SharedByRegions::backward_runs() {
@@ -139,8 +140,8 @@ void SharedByRegions::look_at_holders(bool has_graphs) const {
 }
 
 void SharedByRegions::trim() const {
-  blocks->rest(BlockKind::kEntry);
-  blocks->rest(BlockKind::kScratch);
+  blocks->decommit(BlockKind::kEntry);
+  blocks->decommit(BlockKind::kScratch);
   ::malloc_trim(0);
 }
 
@@ -156,7 +157,7 @@ std::shared_ptr<LiveEntry> Region::take_entry(const std::shared_ptr<Variant>& va
   return {entry.release(), [variant](LiveEntry* used) {
             std::unique_ptr<LiveEntry> back(used);
             back->release();
-            // Of a program that was forgotten meanwhile it is of no use.
+            // An entry of a program that was forgotten meanwhile is of no use.
             if (variant->program.get() == &back->program())
               variant->free.push_back(std::move(back));
           }};
@@ -166,7 +167,7 @@ std::shared_ptr<LiveEntry> Region::entry_to_compare(const Variant& variant) cons
   return std::make_shared<LiveEntry>(variant.program, shared_->blocks, unit_);
 }
 
-/// The sink's is one of the whole model: any leaf knows it.
+/// Asks any leaf: the store is one of the whole model.
 bool Region::defers_weight_gradients() const {
   for (const auto& parameter : parameters_) {
     const auto leaf = grad::find_leaf(parameter);
@@ -328,7 +329,7 @@ std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Mo
                                              const std::vector<at::Tensor>& inputs,
                                              const grad::RegionBody& body) {
   auto& region = regions_[{owner.get(), std::string(name)}];
-  // An address may come again.
+  // A new module may have the address of an earlier one.
   if (region == nullptr || !region->is_of(owner)) {
     region = run_on_helper_thread([&] {
       return std::make_shared<Region>(owner, concat(owner->name(), name.empty() ? "" : ", ", name),

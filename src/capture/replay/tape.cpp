@@ -22,7 +22,8 @@ std::size_t hash_of(const Value& value) {
   return static_cast<std::size_t>(hash.digest());
 }
 
-/// A batch norm adds what it sees to its running sums, which its schema does not say.
+/// Whether it changes an argument that its schema does not name: a batch norm updates its running
+/// sums.
 bool changes_unsaid(const TapeCall& call) {
   constexpr std::size_t kMean = 3, kTraining = 5;
   const auto& arguments = call.arguments;
@@ -30,8 +31,8 @@ bool changes_unsaid(const TapeCall& call) {
          arguments[kTraining].constant.toBool() && !arguments[kMean].values.empty();
 }
 
-/// Whether the arguments of an operation that may draw random numbers rule that out: attention that
-/// drops nothing, dropout that is not in training. In training it draws with probability 0, too.
+/// Whether the arguments of an operation that may draw random numbers rule that out: attention
+/// without dropout, dropout that is not in training. In training it draws even with probability 0.
 bool draws_nothing(const c10::FunctionSchema& schema, const c10::Stack& stack) {
   const auto& arguments = schema.arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -219,7 +220,7 @@ void Tape::refuse_change(const TapeCall& call) {
   refuse(concat("a change of what came in from outside, by ", name_of(call.operation)));
 }
 
-/// Before the operation ran: whether it may read memory in which nothing was written yet.
+/// Whether the operation, which has not run yet, may read memory in which nothing was written.
 bool Tape::unwritten_in(const TapeCall& call) const {
   const auto& schema = call.operation.schema().arguments();
   for (std::size_t i = 0; i < call.arguments.size(); ++i) {
@@ -250,7 +251,7 @@ void Tape::note_writes(TapeCall& call) {
   }
 }
 
-/// Memory is laid out as large as it was when it was first seen.
+/// Refuses resized memory, which is laid out at the size at which it was first seen.
 void Tape::refuse_resized(const TapeCall& call, const std::vector<c10::IValue>& written) {
   const auto look_at = [&](const at::Tensor& tensor) {
     const MemoryId id = is_value(tensor) && tensor.has_storage() ? known_memory(tensor) : kNone;
@@ -358,7 +359,7 @@ void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c
   if (call.makes.empty() && call.writes.empty()) return;  // a view, or what it is like
   if (unwritten && !only_finds_memory(operation)) {
     refuse(concat("memory that ", name_of(operation),
-                  " reads and no operation has written, as a kernel beside the dispatcher does"));
+                  " reads and no operation has written, as a kernel outside the dispatcher does"));
   }
   kept_.emplace_back();
   if (keeps_bits_ && !only_finds_memory(operation)) {
@@ -394,7 +395,7 @@ void Tape::gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& r
   kept_.back().push_back({value, bits_of(raw)});
 }
 
-/// Its product is part of what is recorded, and formed here once more.
+/// Records the product as part of the region, and forms it here once more.
 void Tape::deferred(grad::GradSink& sink, grad::SlotId slot, const grad::Product& product) {
   const c10::impl::IncludeDispatchKeyGuard watched(kernels::kWatchKey);
   gradient(sink, slot, product.formed());
@@ -403,7 +404,7 @@ void Tape::deferred(grad::GradSink& sink, grad::SlotId slot, const grad::Product
 
 namespace {
 
-/// Of the same operation, or for the same slot.
+/// Whether both are of the same operation, or for the same slot.
 bool same_names(const TapeStep& before, const TapeStep& now) {
   if (before.call.has_value() != now.call.has_value()) return false;
   if (before.call) {
@@ -412,7 +413,7 @@ bool same_names(const TapeStep& before, const TapeStep& now) {
   return before.gradient.sink == now.gradient.sink && before.gradient.slot == now.gradient.slot;
 }
 
-/// Of one step; empty: none.
+/// Returns the difference of one step; empty: none.
 std::string difference_of(const TapeStep& before, const TapeStep& now) {
   if (!same_names(before, now))
     return concat("found ", words_of(now), ", expected ", words_of(before));

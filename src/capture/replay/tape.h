@@ -1,18 +1,19 @@
 // Tape: the operations of one region's forward and backward, as they went by below autograd.
 //
-// [Note: tape] While a TapeScope lives, every operation of its thread comes by a boxed fallback on
-// a dispatch key of its own, which runs it and notes it: what it read, wrote and made. A value is
-// known by where it lies (memory, offset, sizes, strides, dtype), not by its tensor object: what
-// autograd saves comes back as another one. The tape has weak references to memory, so that the
-// bytes may go while no other memory gets the address. It holds memory from outside while it is
-// open, and not afterwards (outside.h). Views are not noted: they are values of the same memory.
+// [Note: tape] While a TapeScope lives, every operation of its thread passes through a boxed
+// fallback on a dispatch key of its own, which runs it and notes what it read, wrote and made. A
+// value is identified by where it lies (memory, offset, sizes, strides, dtype), not by its tensor
+// object: what autograd saves comes back as another one. The tape has weak references to memory, so
+// that the bytes may be freed while no other memory gets the address. It holds memory from outside
+// while it is open, and not afterwards (outside.h). Views are not noted: they are values of the
+// same memory.
 //
-// What can not be replayed is refused by name, at once, and what is computed meanwhile is as ever:
-// random numbers, values that the host reads, sizes that follow from data, memory that an operation
-// reads though none has written it (a kernel outside of the dispatcher did), changes of what came in
-// from outside. What is in no operation and in no memory, as a number that the host worked out, is
-// found by comparing two tapes. Source: DeepSpeed PR 8038 takes raw gradients at the same place, in
-// a graph. Next: region_program.h, regions.h.
+// What cannot be replayed is refused by name, at once, and the call still computes eagerly: random
+// numbers, values that the host reads, sizes that follow from data, memory that an operation reads
+// though none has written it (a kernel outside of the dispatcher did), changes of memory that came
+// from outside. Values that are in no operation and in no memory, such as a number that the host
+// computed, are found by comparing two tapes. Source: DeepSpeed PR 8038 takes raw gradients at the
+// same place, in a graph. Next: region_program.h, regions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,7 +58,7 @@ enum class MemoryKind : std::uint8_t {
 struct Memory {
   MemoryKind kind = MemoryKind::kMade;
   std::int64_t bytes = 0;
-  std::int32_t number = kNone;              ///< of kInput and kGradient: which one
+  std::int32_t number = kNone;              ///< of kInput and kGradient: its number
   bool written = false;                     ///< by an operation, or from outside
   std::optional<WeakStorage> outside = {};  ///< of kOutside
 };
@@ -71,8 +72,8 @@ struct Value {
   bool operator==(const Value&) const = default;
 };
 
-/// One argument or result: tensors by their values, in the form that the operation has it in; or
-/// what it was.
+/// One argument or result: tensors by their values, in the form in which the operation has them; or
+/// the constant itself.
 struct Slot {
   enum class Form : std::uint8_t { kConstant, kTensor, kTensors, kOptionalTensors };
   Form form = Form::kConstant;
@@ -95,12 +96,12 @@ struct OutsideTensor {
   ValueId value = kNone;
 };
 
-/// A raw gradient reaches its slot.
+/// A raw gradient that reaches its slot.
 struct TapeGradient {
   grad::GradSink* sink = nullptr;
   grad::SlotId slot = 0;
   ValueId raw = kNone;
-  bool may_wait = false;  ///< it was put off: its product is the step before
+  bool may_wait = false;  ///< it was deferred: its product is the step before
 };
 
 struct TapeStep {
@@ -110,17 +111,17 @@ struct TapeStep {
 
 class Tape : public grad::Recording, public kernels::Watcher {
  public:
-  /// `keeps_bits`: a hash of what each operation gives is kept, to be compared, until drop_values().
-  /// No tensor is held by it: whether autograd takes a gradient over or copies it depends on who else
-  /// holds it.
+  /// With `keeps_bits`, keeps a hash of what each operation gives, to be compared, until
+  /// drop_values(). It holds no tensor: whether autograd takes a gradient over or copies it depends
+  /// on who else holds it.
   explicit Tape(bool keeps_bits = false)
       : Watcher(kernels::SeesKernels::kYes), keeps_bits_(keeps_bits) {}
 
-  /// What comes in, before any operation: kNone for an undefined one.
+  /// Adds what enters before any operation: kNone for an undefined one.
   void add(MemoryKind kind, const std::vector<at::Tensor>& tensors);
-  /// Where they lie after all operations; kNone for undefined ones.
+  /// Returns where they lie after all operations; kNone for undefined ones.
   std::vector<ValueId> values_of(const std::vector<at::Tensor>& tensors);
-  /// What follows belongs to the backward.
+  /// The steps that follow belong to the backward.
   void begin_backward() { forward_steps_ = steps_.size(); }
 
   const std::vector<TapeStep>& steps() const { return steps_; }
@@ -132,7 +133,7 @@ class Tape : public grad::Recording, public kernels::Watcher {
     ValueId value = kNone;
     Hash128 bits;
   };
-  /// Of each step, what its operation gave and wrote, or the raw gradient.
+  /// Returns for each step what its operation gave and wrote, or the raw gradient.
   const std::vector<std::vector<Seen>>& kept() const { return kept_; }
   void drop_values() {
     kept_.assign(kept_.size(), {});
@@ -140,8 +141,8 @@ class Tape : public grad::Recording, public kernels::Watcher {
     kept_results_.clear();
   }
 
-  /// Of memory that operations have made and that does not leave by `handed`: nobody has a use of it
-  /// once the call is over.
+  /// Returns the memory that operations have made and that does not leave by `handed`: it is not
+  /// used once the call has ended.
   std::vector<WeakStorage> names_of_inner(const std::vector<std::vector<ValueId>>& handed) const;
 
   /// The tensors from outside, in the order in which they were first read.
@@ -157,10 +158,11 @@ class Tape : public grad::Recording, public kernels::Watcher {
     views_ = {};
   }
 
-  /// Why it can not be replayed; empty: it can.
+  /// Returns why it cannot be replayed; empty: it can.
   const std::string& refused() const { return refused_; }
 
-  /// What keep() took out of a checkpoint, in order: arguments behind the others; and what it kept.
+  /// Returns what keep() took out of a checkpoint, in order, arguments after the others; and what
+  /// it kept.
   const std::vector<at::Tensor>& taken() const { return taken_; }
   const std::vector<at::Tensor>& kept_results() const { return kept_results_; }
 
@@ -215,30 +217,31 @@ class TapeScope {
   kernels::WatchScope watch_;
 };
 
-/// The first step in which two tapes of one region differ, in words; empty: they do not. Values are
-/// not compared, only where they come from: constants, memory from outside, sizes. `now` may have
-/// come to the end of its forward only.
+/// Returns the first step in which two tapes of one region differ, as text; empty: none. Compares
+/// only where values come from: constants, memory from outside, sizes. `now` may have come to the
+/// end of its forward only.
 std::string difference_of(const Tape& before, const Tape& now);
 
-/// Of all elements in their order.
+/// Hashes all elements in order.
 Hash128 bits_of(const at::Tensor& tensor);
 
-/// The memory from outside that still exists.
+/// Returns the memory from outside that still exists.
 std::vector<c10::Storage> outside_of(const Tape& tape);
 
-/// The hashes of all bytes of each memory.
+/// Hashes all bytes of each memory.
 std::vector<Hash128> bits_of(const std::vector<c10::Storage>& memories);
 
-/// Not undefined, nor a number that stands where a tensor may: its own value is all that one is.
+/// Whether it is a value: not undefined, nor a number in place of a tensor, which is all value
+/// itself.
 bool is_value(const at::Tensor& tensor);
 
-/// Operations after which memory holds whatever was there.
+/// Whether the operation only allocates: its memory holds any former content.
 bool only_finds_memory(const c10::OperatorHandle& operation);
 
-/// "aten::mm.out", of messages.
+/// "aten::mm.out", for messages.
 std::string name_of(const c10::OperatorHandle& operation);
 
-/// "the gradient of layers.0.weight", of messages.
+/// "the gradient of layers.0.weight", for messages.
 std::string name_of(const TapeGradient& gradient);
 
 }  // namespace tessera::capture

@@ -1,5 +1,5 @@
-// One region: its variants, each with the guards under which it was recorded. Private to regions.cpp
-// and region_call.cpp. [Note: regions]
+// One region: its variants, each with the guards under which it was recorded. Private to
+// regions.cpp and region_call.cpp. [Note: regions]
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace tessera::capture {
 
-/// What an argument has to be like.
+/// The properties that an argument must have.
 struct InputLike {
   bool defined = false;
   bool requires_grad = false;
@@ -32,14 +32,14 @@ struct Guards {
   std::vector<bool> needs_gradient;  ///< of the owner's parameters
   std::vector<bool> training;        ///< of its modules
   bool grad_mode = false;
-  bool keeps = false, takes = false;  ///< what keep() does, of a selective checkpoint around it
+  bool keeps = false, takes = false;  ///< what keep() does, in a selective checkpoint around it
   at::ScalarType default_dtype = at::kFloat;
   int threads = 1;
   bool deterministic = false;
   std::array<bool, 3> attention = {};  ///< which kernels of it libtorch may choose
 };
 
-/// Of each one's values.
+/// Hashes the values of each tensor.
 std::vector<Hash128> hashes_of(const std::vector<at::Tensor>& tensors);
 
 /// Calls that are recorded again and compared before one is replayed.
@@ -53,24 +53,25 @@ struct Variant {
   TapeEnds ends;                     ///< of the tape
   std::shared_ptr<Outside> outside;  ///< of the program
   std::vector<Hash128> data;         ///< the arguments that were recorded
-  /// Of each argument, whether a call with another one was compared. Until then the recorded one alone
-  /// is replayed: of what the host has read of it nothing is known.
+  /// Whether a call with another value was compared, by argument. Until then only the recorded
+  /// value is replayed: what the host has read of it is unknown.
   std::vector<bool> varied;
-  /// Copies of those that have not varied when all was compared, which are looked at faster.
+  /// Copies of those that had not varied when all was compared, which are compared faster.
   std::vector<at::Tensor> same;
   std::vector<InputLike> gradients;  ///< of the results, when it was recorded
   std::vector<bool> results_need_gradient;
-  std::size_t results = 0;    ///< without grad mode: of the body, behind them what is kept
+  std::size_t results =
+      0;  ///< without grad mode: the number of the body's results, which those that are kept follow
   bool is_recording = false;  ///< by a call whose backward is to come
   int compared = 0;
-  std::string refused;         ///< stays eager, and why
+  std::string refused;         ///< why it stays eager; empty: it does not
   std::int64_t last_call = 0;  ///< of the region's
   std::vector<std::unique_ptr<LiveEntry>> free;
 
   void keep_same(const std::vector<at::Tensor>& arguments);
   bool is_compared() const { return refused.empty() && compared >= kCompared; }
   bool replays(const std::vector<at::Tensor>& arguments) const;
-  /// It is recorded anew.
+  /// Has it recorded again.
   void forget() {
     tape.reset();
     program.reset();
@@ -94,23 +95,23 @@ class Region : public std::enable_shared_from_this<Region> {
   const std::string& name() const { return name_; }
   SharedByRegions& shared() { return *shared_; }
   ReplayCalls& calls() { return shared_->calls; }
-  /// That it stays eager; of regions that do for the same reason the first one says so.
+  /// Logs that it stays eager; of regions that do for the same reason only the first one.
   void say_once(const std::string& why);
-  /// Goes back to the variant's free ones with its last reference.
+  /// Takes an entry, which returns to the variant's free ones with its last reference.
   std::shared_ptr<LiveEntry> take_entry(const std::shared_ptr<Variant>& variant) const;
-  /// One to compare with, which is not kept: its block is free again behind it.
+  /// Makes an entry to compare with, which is not kept: its block is free afterwards.
   std::shared_ptr<LiveEntry> entry_to_compare(const Variant& variant) const;
-  /// Whether it is memory of the owner's own parameters or buffers.
+  /// Whether the tensor is memory of the owner's own parameters or buffers.
   bool owns(const at::Tensor& tensor) const;
-  /// Whether weight gradients are put off now.
+  /// Whether weight gradients are deferred now.
   bool defers_weight_gradients() const;
-  /// Whether kernels and modules are set as they were, beside what arguments and parameters are.
+  /// Whether kernels and modules are set as they were, in addition to arguments and parameters.
   bool is_set_as(const Guards& guards) const;
   const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const { return modules_; }
   Holders& holders() { return holders_; }
 
  private:
-  /// Why this call is eager; empty: it need not be.
+  /// Returns why this call is eager; empty: it need not be.
   std::string why_eager(const std::vector<at::Tensor>& inputs) const;
   /// Whether a module inside runs its forward through checkpoint() in its present mode, which makes
   /// the checkpoint part of the body. A checkpoint around the region is not.
@@ -119,7 +120,7 @@ class Region : public std::enable_shared_from_this<Region> {
   std::shared_ptr<Variant> variant_of(const std::vector<at::Tensor>& inputs) const;
   /// Whether what its program reads in addition to its arguments is unchanged (Outside).
   bool is_outside_there(const Variant& variant);
-  /// Whether there is room for one more, if need be that of one that is not called any more.
+  /// Whether there is room for one more variant, if need be that of one that is no longer called.
   bool has_room();
   Guards guards_of(const std::vector<at::Tensor>& inputs) const;
   std::vector<at::Tensor> eager(const std::string& why, const std::vector<at::Tensor>& inputs,
@@ -133,11 +134,11 @@ class Region : public std::enable_shared_from_this<Region> {
   std::vector<at::Tensor> parameters_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   std::vector<std::shared_ptr<Variant>> variants_;
-  Holders holders_;  ///< of what they read outside
+  Holders holders_;  ///< of what the variants read outside
   std::int64_t calls_ = 0;
 };
 
-/// One call of a variant that is recorded, compared or replayed, under grad mode.
+/// Makes one call of a variant that is recorded, compared or replayed, under grad mode.
 std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& region,
                                             const std::shared_ptr<Variant>& variant,
                                             const std::vector<at::Tensor>& inputs,

@@ -296,8 +296,8 @@ TEST(PlanText, LayersThatAreAlikeHaveOneLine) {
   Chosen chosen = choose(problem, Names{});
   chosen.keep_reasons[3] = "of its own";
   EXPECT_THAT(choices_text(plan_of(problem, chosen), chosen),
-              Says("\n  model.layers.{0-1,3} x 3 (20 B): given back after forward\n",
-                   "\n  model.layers.2 (20 B): given back after forward: of its own\n",
+              Says("\n  model.layers.{0-1,3} x 3 (20 B): resharded after forward\n",
+                   "\n  model.layers.2 (20 B): resharded after forward: of its own\n",
                    "\n  model.layers.4 (20 B): kept to its backward"));
 }
 

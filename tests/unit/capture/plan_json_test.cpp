@@ -143,22 +143,22 @@ TEST(PlanJson, KeysThatNobodyReadsAreRefusedWhereverTheyStand) {
   EXPECT_EQ(objects, 1U + 1 + 3 + 1 + 2 + 2 + 4 + 8);
 }
 
-// A lender is a unit around the one that borrows, so that no model has a circle of them.
-TEST(PlanJson, UnitsThatLendInACircleAreRefused) {
-  using Lenders = std::vector<std::vector<int>>;
-  const auto with = [](const Lenders& owners) {
+// The owner of a shared parameter is a unit around the one that shares it, so no model has a circle.
+TEST(PlanJson, CirclesOfOwnersAreRefused) {
+  using Owners = std::vector<std::vector<int>>;
+  const auto with = [](const Owners& owners) {
     auto whole = json::parse(to_json(three_units()));
     for (std::size_t i = 0; i < owners.size(); ++i) whole["units"][i]["lenders"] = owners[i];
     return refusal(whole.dump());
   };
-  EXPECT_EQ(with({{}, {0}, {1, 0}}), "") << "lenders may borrow themselves";
+  EXPECT_EQ(with({{}, {0}, {1, 0}}), "") << "owners may share parameters of others themselves";
   EXPECT_THAT(with({{}, {1}, {}}),
-              Says("p.json: 'units': found unit layer 1, whose lender is itself, expected"));
+              Says("p.json: 'units': found unit layer 1, whose owner is itself, expected"));
   EXPECT_THAT(with({{}, {0, 2}, {0, 1}}),
-              Says("unit layer 1, whose lender layer 2 borrows of it in turn, expected"));
-  EXPECT_THAT(with({{2}, {0}, {1}}), Says("unit the root, whose lender layer 2 borrows"));
-  // One that borrows of them is in no circle itself.
-  EXPECT_THAT(with({{1}, {2}, {2}}), Says("unit layer 2, whose lender is itself"));
+              Says("unit layer 1, whose owner layer 2 uses its parameters in turn, expected"));
+  EXPECT_THAT(with({{2}, {0}, {1}}), Says("unit the root, whose owner layer 2 uses"));
+  // A unit that shares parameters of these is in no circle itself.
+  EXPECT_THAT(with({{1}, {2}, {2}}), Says("unit layer 2, whose owner is itself"));
 }
 
 // A fuzzer that begins with files of yesterday's format never comes past the first field.
@@ -177,11 +177,11 @@ TEST(PlanJson, TheFuzzersBeginWithPlansThatHold) {
   EXPECT_EQ(json::parse(to_json(file)), json::parse(text));
   EXPECT_EQ(file.plan.hash(), 1436217120652454520U);
   for (const auto* name : {"lend_in_a_circle", "lend_to_each_other", "lends_to_itself"}) {
-    EXPECT_THAT(refusal(text_of(name)), Says("expected units that lend")) << name;
+    EXPECT_THAT(refusal(text_of(name)), Says("expected 'lenders' around the units")) << name;
   }
   EXPECT_THAT(refusal(text_of("offloaded_and_recomputed")),
               Says("'offload': found a list, expected an empty list, since optimizer "
-                   "state is in memory; make the plan anew with tessera plan"));
+                   "state is in memory; make the plan again with tessera plan"));
 }
 
 // Files of before are read, and written as they were: keys and values in their order, and lines.
