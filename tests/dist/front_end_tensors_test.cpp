@@ -6,7 +6,7 @@
 namespace tessera::test::front_end_tensors_test {
 namespace {
 
-using front_end_net::kWidth;
+using namespace front_end_net;  // NOLINT(google-build-using-namespace): the model of all tests
 
 /// Parameters and buffers by path, as a front end mirrors them.
 struct Tensorholder : torch::nn::Module {

@@ -53,7 +53,7 @@ Values drawn(const std::string& end, const std::function<void(MambaSpec&)>& chan
   config.model.config = folder.write("config.json", config_json(wide_spec(change))).string();
   config.precision.param_dtype.dtype = DType::kFloat32;
   Values values;
-  comm::launch_threads(1, comm::ThreadBackend::kInProcess, [&](World& world) {
+  launch_threads(1, ThreadBackend::kInProcess, [&](World& world) {
     const Mesh mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 1));
     const auto model = parallelize(open_model(config.model), config, mesh);
     for (const ShardView& view : model->shards()) {
