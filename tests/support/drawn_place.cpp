@@ -29,7 +29,7 @@ class DrawnPlace final : public testing::EmptyTestEventListener {
     place() = parsed(name);
     testing::Test::RecordProperty("place", name);
   }
-  // What somebody swallowed, too.
+  // Also reports races whose exception a test has swallowed.
   void OnTestEnd(const testing::TestInfo& /*info*/) override {
     for (const std::string& found : found_by_devices()()) ADD_FAILURE() << found;
   }

@@ -1,6 +1,6 @@
 // Says where the ranks of a test compute: on the CPU, or on devices of the simulator, if the
-// program links it (drawn_place.h), there also over what stands for NCCL. A test says here(tensor)
-// of what it makes itself, and is then one of any place.
+// program links it (drawn_place.h), there also over the stand-in for NCCL. A test calls
+// here(tensor) for the tensors that it makes, and can then run in any place.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ namespace tessera::test {
 struct Place {
   std::string device = "cpu";  ///< WorldOptions::device
   bool side = false;           ///< not on the device's default stream
-  bool nccl = false;           ///< over NCCL, whatever backend a test names
+  bool nccl = false;           ///< over NCCL, for every backend that a test names
 };
 
 /// Returns the place of the tests that begin from now on. Threads: the program's own.

@@ -23,7 +23,7 @@ inline void backward_and_keep_graph(const at::Tensor& loss) {
 /// 16-bit shards are stepped as they are, without a master: what SGD does, here and in PyTorch.
 PrecisionPolicy without_master();
 
-/// Computes in bf16, whatever is stored.
+/// Computes in bf16, for any dtype of storage.
 PrecisionPolicy in_bfloat16();
 
 /// Gradients are sums over the ranks.

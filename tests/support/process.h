@@ -1,5 +1,5 @@
-// Programs that run beside a test: started in a folder, watched, and ended with all that they
-// started.
+// Programs that run while a test watches: started in a folder, watched, and ended with all that
+// they started.
 #pragma once
 
 #include <sys/types.h>

@@ -7,7 +7,7 @@ namespace tessera::test {
 Ranks::Ranks(int count, ThreadBackend backend, std::chrono::milliseconds timeout)
     : key_{count, place().nccl ? ThreadBackend::kNccl : backend, place().device, timeout},
       side_(place().side) {
-  // What one rank alone has launched stays between its devices.
+  // Work that a single rank has launched stays between its devices.
   if (over_nccl()) kept().erase(key_);
 }
 
@@ -31,7 +31,7 @@ void Ranks::run(const std::function<void(World&)>& body) {
 void Ranks::run_on(World& world, const std::function<void(World&)>& body) const {
   device_here() = world.device();
   if (!side_) return body(world);
-  // What one body leaves to the test or to the next one is read elsewhere.
+  // Results that one body leaves to the test or to the next one are read elsewhere.
   const auto outside = comm::Stream::current(world.device());
   const auto side = comm::Stream::make(world.device());
   comm::order(outside, side, comm::EventSite::kIssue);

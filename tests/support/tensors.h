@@ -20,8 +20,9 @@ at::Tensor seeded(std::uint64_t seed, at::IntArrayRef sizes, at::ScalarType dtyp
 double relative_error(const at::Tensor& found, const at::Tensor& expected);
 
 /// The most that 1 - cosine of the gradient of this parameter may be, where `bound` is twice the
-/// worst recorded. What decays a state has four elements here: with independent errors 1 - cosine is
-/// as chi-square of 3 degrees, of which 99.9 % lie below 6.9 medians, and the record is one draw.
+/// worst recorded. A parameter that decays a state has four elements here: with independent errors
+/// 1 - cosine is as chi-square of 3 degrees, of which 99.9 % lie below 6.9 medians, and the record
+/// is one draw.
 inline double direction_bound(std::string_view parameter, double bound) {
   const bool decays =
       parameter.ends_with(".A_log") || parameter.ends_with(".dt_bias") || parameter.ends_with(".D");

@@ -164,8 +164,8 @@ TEST_P(Failing, AbortedWorldThrowsUntilAllRecover) {
 }
 
 // A thread that comes late aborts what it has seen fail, not what came after it. Naive: an abort of
-// whatever stands now, which ends a step of ranks that have recovered.
-// A module that an exception leaves aborts the World before the exception is at its thread's end.
+// the present epoch, which ends a step of ranks that have recovered. A module that an exception
+// leaves aborts the World before the exception is at its thread's end.
 TEST_P(Failing, TheCauseIsRethrownThoughARankThatItEndedCameFirst) {
   std::atomic<bool> told{false};
   const auto error = thrown_by([&] {
@@ -200,7 +200,7 @@ TEST_P(Failing, AnAbortOfAnEarlierEpochIsIgnored) {
     auto sum = at::ones({10});
     all_reduce(world.control(), sum, "after");
     EXPECT_EQ(sum.sum().item<float>(), 30.0F);
-    all_are_here.arrive_and_wait();  // nobody is in it any more
+    all_are_here.arrive_and_wait();  // no rank is in it any more
     if (world.rank() == 1) world.abort_epoch(world.recoveries(), "another bad step");
     EXPECT_THROW(barrier(world.control(), "never"), Error);
     world.recover();

@@ -41,8 +41,8 @@ TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
   }
 }
 
-// Naive: an aborted World misses nobody, and the others meet in vain until the timeout of 100 s; or
-// the loss counts as the disagreement, which one rank prints for all.
+// Naive: an aborted World watches no rank, and the others wait in vain until the timeout of 100 s;
+// or the loss counts as the disagreement, which one rank prints for all.
 TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
   const std::vector<Plan> plans{{.nproc = 3, .mode = "caught-kill", .rank = 0},
                                 {.nproc = 3, .mode = "caught-kill", .rank = 1}};
@@ -66,8 +66,7 @@ TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
   }
 }
 
-// What the ranks have said of the disagreement, of which no report was made, is not what they say
-// later.
+// What the ranks said about the disagreement, which led to no report, is not what they say later.
 TEST(Disagreements, ThatAreCaughtLeaveALaterHangItsReport) {
   for (const auto& outcome :
        run_all({{.nproc = 2, .mode = "caught-stall", .rank = 0, .step = 3, .timeout_ms = 1500},

@@ -1,4 +1,4 @@
-// BufferPool: a steady step makes nothing new, and what nobody asks for any more does not stay.
+// BufferPool: a steady step makes nothing new, and sizes that are no longer requested do not stay.
 #include "comm/buffer_pool.h"
 
 #include <ATen/ATen.h>
@@ -74,14 +74,14 @@ TEST(BufferPool, AnySizesStayWithinAFewTimesTheLargestStep) {
   }
 }
 
-// Random steps that overlap as gathers and slots do, each twice or more. Naive: the last one back goes
-// out first, so that blocks of one size go round.
+// Random steps that overlap as gathers and slots do, each twice or more. Naive: the last one
+// returned is taken first, so that blocks of one size change places.
 TEST(BufferPool, AStepThatComesAgainIsGivenTheSameMemory) {
   std::mt19937 engine(7);
   const auto below = [&](unsigned count) { return engine() % count; };
   struct Event {
     bool takes;
-    std::int64_t size;    // of a take
+    std::int64_t size;    // of a block to take
     std::size_t recycle;  // which of those that are taken
   };
   for (int drawn = 0; drawn < 50; ++drawn) {

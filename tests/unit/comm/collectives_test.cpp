@@ -156,8 +156,8 @@ TEST_P(Collectives, AllReduceIntoAnotherTensorAddsInItsDtypeAndLeavesTheAddends)
   }
 }
 
-TEST_P(Collectives, AllToAllPutsEveryStretchInItsPlace) {
-  // Stretches of all lengths, none among them, and whole ranks that neither send nor expect.
+TEST_P(Collectives, AllToAllPutsEveryRangeInItsPlace) {
+  // Ranges of all lengths, also empty ones, and whole ranks that neither send nor receive.
   const auto count = [&](std::int64_t scale, int from, int to) {
     return scale == 0 || (from + 2 * to) % 3 == 0 ? 0 : scale * (1 + (3 * from + to) % 5);
   };

@@ -51,8 +51,8 @@ TEST(Opening, StandsOnTheBoardWithTheRankThatItWaitsFor) {
   EXPECT_EQ(board->standing().waits, 0);
 }
 
-// A process that is stopped for longer than it waits, and goes on: what it waited for is there. Naive:
-// "waited 20 s for rank ; it is stalled".
+// A process that is stopped for longer than it waits, and continues: what it waited for is there.
+// Naive: "waited 20 s for rank ; it is stalled".
 TEST(WaitedInVain, BlamesNobodyWhereAllHaveCome) {
   const Patience patience;
   EXPECT_EQ(waited_in_vain("gather", milliseconds(20'000), {3, 5}, patience),
@@ -70,7 +70,7 @@ TEST(Opening, ThatFailsLeavesNothingOnTheBoard) {
   int groups = 0;
   options.open = [&](int, const auto&) -> c10::intrusive_ptr<c10d::Backend> {
     groups = board->groups();
-    throw LostRank("nobody came");
+    throw LostRank("no rank came");
   };
   for (int attempt = 0; attempt < 2; ++attempt) {
     EXPECT_THROW(const PointToPointGroup group(options), LostRank);
@@ -129,8 +129,8 @@ TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
   }
 }
 
-// Whoever comes to Gloo before the others have said where they are waits for them, and takes
-// nothing that their meeting has left in the store for an address.
+// A rank that comes to Gloo before the others have said where they are waits for them, and does not
+// take what their meeting has left in the store for an address.
 TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
   const auto store = Store::in_memory();
   std::array<std::atomic<bool>, 3> waits{};
@@ -189,7 +189,7 @@ TEST(Opening, OverGlooEndsWithTheWorldThoughThePeerHasLeftItsAddress) {
   EXPECT_GE(waited, 1);
 }
 
-/// Of this process, by policy of their scheduling.
+/// Counts the threads of this process by scheduling policy.
 std::map<int, int> threads_by_policy() {
   std::map<int, int> count;
   for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -198,8 +198,8 @@ std::map<int, int> threads_by_policy() {
   return count;
 }
 
-// [Note: Gloo's thread] Naive: it takes the core from a rank's thread that writes, and asks for this
-// thread's lock until the scheduler's next tick.
+// [Note: Gloo's thread] Naive: it takes the core from a rank's thread that writes, and asks for
+// this thread's lock until the scheduler's next tick.
 TEST(Opening, OverGlooHasAThreadThatTakesNoCoreFromOthers) {
   auto before = threads_by_policy();
   const GlooDevice device(LaunchEnvironment{});
@@ -258,7 +258,7 @@ TEST(Store, AWaitThatAnAbortEndsDoesNotAcknowledgeIt) {
   EXPECT_FALSE(abort_flag->acknowledged());
 }
 
-// A connection that nobody waits for any more is given up, though its rank has recovered.
+// A connection for which no caller waits any more is given up, though its rank has recovered.
 TEST(Store, AWaitFromBeforeARecoveryEnds) {
   const auto abort_flag = std::make_shared<AbortFlag>();
   const auto group = Store::in_memory()->for_group("g", abort_flag);

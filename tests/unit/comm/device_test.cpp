@@ -66,7 +66,7 @@ TEST(DeviceKinds, OfOtherBackendsDiffer) {
   EXPECT_NE(differing_device_kinds(*store), "");
 }
 
-/// What `ranks` of one host get, or why they are refused.
+/// Returns the devices that `ranks` of one host get, or the refusal.
 std::string spawned(const std::string& name, const std::string& backend, int ranks, int devices) {
   try {
     return device_of_spawned(name, backend, ranks, devices);
@@ -116,7 +116,7 @@ TEST(SpawnedDevices, ThatWereAskedForAndAreTooFewAreRefused) {
   EXPECT_EQ(spawned("cuda", "nccl", 2, 1).substr(0, 6), "usage:");
 }
 
-/// What a rank that asks for `name` gets, or why it is refused.
+/// Returns the device that a rank which asks for `name` gets, or the refusal.
 std::string device_asked_for(const std::string& name) {
   try {
     return device_of_rank(name, 0).str();
@@ -125,7 +125,7 @@ std::string device_asked_for(const std::string& name) {
   }
 }
 
-/// CUDA devices as a libtorch with CUDA shows them where a driver is, whatever the program is built with.
+/// CUDA devices as a libtorch with CUDA shows them where a driver is, in any build of the program.
 class DevicesOfLibtorch {
  public:
   DevicesOfLibtorch() { place().store(&shown_); }
@@ -169,7 +169,7 @@ TEST(AskedForDevice, WhereLibtorchSeesNoneIsTheCpuOrRefused) {
             "that a driver and a device are there, and shown to this program");
 }
 
-/// What deterministic kernels on CUDA say where the variable of its products is set so.
+/// Returns what deterministic kernels on CUDA say where the variable of its products is set so.
 std::string deterministic_with(const char* products) {
   constexpr auto kName = "CUBLAS_WORKSPACE_CONFIG";
   products == nullptr ? ::unsetenv(kName) : ::setenv(kName, products, /*overwrite=*/1);

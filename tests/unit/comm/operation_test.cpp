@@ -1,4 +1,4 @@
-// What an operation and a backend are: types that answer everything, rows of one table.
+// The requirements on an operation and a backend: types with all functions, rows of one table.
 #include "comm/ops/operation.h"
 
 #include "comm/backends/backend.h"
@@ -22,7 +22,7 @@ TEST(Operation, ATypeThatLacksAnAnswerFitsIntoNoBatch) {
   EXPECT_TRUE(FitsIntoABatch<AllGather>);
 }
 
-/// What goes from each rank to the next one: nothing but this struct.
+/// An operation that sends from each rank to the next one: nothing but this struct.
 struct Shift {
   at::Tensor out;
   at::Tensor in;
@@ -84,7 +84,7 @@ TEST(Backends, AutoIsTheFirstThatCarriesTheDeviceByItselfElseThroughTheHost) {
   EXPECT_EQ(backend_named("gloo", at::kCUDA).name, "gloo") << "who asks for it gets it";
 }
 
-/// What a World says of its options, before it asks anybody.
+/// Returns the refusal of a World's options, before it connects.
 std::string refusal(const WorldOptions& options) {
   return refusal_of([&] { World::connect(options); });
 }

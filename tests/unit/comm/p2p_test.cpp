@@ -1,5 +1,6 @@
-// Messages between two ranks: each reaches the receive that means it, in whatever order both ends
-// post; what differs is named; whatever fails ends in time and leaves no memory to be written.
+// Messages between two ranks: each reaches the receive that matches it, in any order of posting at
+// both ends; ends that differ are named; every failure ends in time and leaves no memory to be
+// written.
 #include "comm/p2p.h"
 
 #include <ATen/ATen.h>
@@ -79,7 +80,7 @@ std::vector<Planned> plan(int ranks, int messages, std::uint64_t step) {
   return all;
 }
 
-/// Of every rank: all ends of a plan, posted in one random order and waited for in another one.
+/// Posts all ends of a plan in one random order on every rank, and waits for them in another one.
 void exchange_in_random_order(World& world, std::uint64_t first_step, std::uint64_t steps) {
   struct End {
     Planned planned;
@@ -181,7 +182,7 @@ TEST_P(Messages, SendEndsWhenItsReceiveIsPostedAndNotBefore) {
   });
 }
 
-// Of two sends the one that was asked for first ends last.
+// One of two sends was posted first and ends last.
 TEST_P(Messages, AreDoneInTheOrderInWhichTheyEndAndNotInThatOfTheQuestions) {
   pool(GetParam(), 3).run([](World& world) {
     const auto p2p = p2p_of_all(world);
@@ -207,7 +208,7 @@ TEST_P(Messages, AreDoneInTheOrderInWhichTheyEndAndNotInThatOfTheQuestions) {
   });
 }
 
-// Naive: what nobody waits for any more is destroyed while the backend still writes to it.
+// Naive: a message for which no caller waits is destroyed while the backend still writes to it.
 TEST_P(Messages, ThatNobodyWaitsForArriveAllTheSame) {
   pool(GetParam(), 2).run([](World& world) {
     const auto p2p = p2p_of_all(world);
@@ -271,7 +272,8 @@ TEST(InProcessMessages, OfEmptyTensorsAreComparedToo) {
               Says("ranks disagree", "([0, 8] Float)"));
 }
 
-/// Of rank 0, which sends another micro-batch than rank 1 wants, and waits as rank 1 does.
+/// Returns the error of rank 0, which sends another micro-batch than rank 1 wants, and waits as
+/// rank 1 does.
 std::string error_of_swapped(ThreadRanks& ranks) {
   return comm_error_of([&] {
     ranks.run([&](World& world) {
@@ -563,7 +565,7 @@ TEST(P2PTag, NoTwoOfAStepHaveOneNumberWhateverTheirHashes) {
     const std::uint64_t fingerprint = random();
     std::map<int, P2PTag> numbers;
     for (int k = 0; k < 200; ++k) {
-      // Some of them far apart, some beside each other.
+      // Some of them far apart, some next to each other.
       const P2PTag tag{3, static_cast<P2PTag::Direction>(below(2)), below(extent.stages),
                        below(k < 100 ? extent.micro_batches : std::min(extent.micro_batches, 4)),
                        below(P2PExtent::kTensors)};

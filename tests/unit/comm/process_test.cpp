@@ -1,5 +1,5 @@
-// [Note: failure]: whatever a rank does, all processes are gone in time and the culprit is named
-// last.
+// [Note: failure]: for every failure of a rank, all processes are gone in time and the culprit is
+// named last.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -40,7 +40,7 @@ TEST(OwnSpawn, ZeroRanksAreRefused) {
   EXPECT_THAT(outcome.err, Says("--nproc: found 0"));
 }
 
-// All ranks watch each other once they have met, whatever groups a program opens.
+// All ranks watch each other once they have met, whichever groups a program opens.
 TEST(OwnSpawn, ARankThatSharesNoGroupWithTheOthersIsMissedWhileTheyWait) {
   expect_end(run({.nproc = 3, .mode = "apart", .rank = 1}), 1,
              Says("rank 1 has given no sign of life"));
@@ -111,7 +111,7 @@ TEST_P(AnyRank, ThatStallsIsNamedByAllOfMany) {
       GetParam());
 }
 
-TEST_P(AnyRank, ThatWaitsInAnotherGroupIsNamedBesideWhoWaitsForIt) {
+TEST_P(AnyRank, ThatWaitsInAnotherGroupIsNamedWithTheRankThatWaitsForIt) {
   expect_end(run({.mode = "cross", .rank = GetParam(), .step = 3}), 1,
              Says("ranks wait for each other: rank 0 waits in", "has not issued; rank 1 waits in"));
 }
@@ -134,7 +134,7 @@ TEST_P(AnyRank, ThatExitsWithoutAWordIsNamedWithItsCode) {
   EXPECT_EQ(outcome.last_error_line(), name() + "ended with exit code 7");
 }
 
-TEST_P(AnyRank, ThatDisagreesIsNamedBesideAnother) {
+TEST_P(AnyRank, ThatDisagreesIsNamedWithAnother) {
   expect_end(run({.mode = "disagree", .rank = GetParam(), .step = 3}), 1,
              Says("ranks disagree: rank 0 issues", "but rank 1 issues"));
 }
@@ -193,8 +193,8 @@ TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
 
 // Messages between stages among processes: who fails while another one waits for its message.
 TEST(Messages, ReachTheirReceives) {
-  const auto outcomes = run_all({{.nproc = 2, .mode = "mail-none", .steps = 60},
-                                 {.nproc = 4, .mode = "mail-none", .steps = 60}});
+  const auto outcomes = run_all({{.nproc = 2, .mode = "p2p-none", .steps = 60},
+                                 {.nproc = 4, .mode = "p2p-none", .steps = 60}});
   for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
   EXPECT_THAT(outcomes[0].out, Says("done 1"));
   EXPECT_THAT(outcomes[1].out, Says("done 3"));
@@ -202,19 +202,19 @@ TEST(Messages, ReachTheirReceives) {
 
 TEST_P(AnyRank, ThatIsKilledBetweenMessagesIsNamedWithItsSignal) {
   for (const auto& outcome :
-       run_all(at_moments({.nproc = 3, .mode = "mail-kill", .rank = GetParam()}, 3))) {
+       run_all(at_moments({.nproc = 3, .mode = "p2p-kill", .rank = GetParam()}, 3))) {
     expect_end(outcome, 137, name() + "killed by signal 9 (SIGKILL)");
   }
 }
 
 TEST_P(AnyRank, ThatThrowsBetweenMessagesIsNamedWithItsError) {
-  expect_end(run({.nproc = 3, .mode = "mail-throw", .rank = GetParam(), .step = 5}), 1,
+  expect_end(run({.nproc = 3, .mode = "p2p-throw", .rank = GetParam(), .step = 5}), 1,
              name() + "rank fails on purpose");
 }
 
 TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedWithTheMessageThatIsWaitedFor) {
   const Plan plan{.rank = GetParam(), .step = 4, .timeout_ms = 1000};
-  for (const auto& outcome : run_all(in_modes(plan, {"mail-stall", "mail-stop"}))) {
+  for (const auto& outcome : run_all(in_modes(plan, {"p2p-stall", "p2p-stop"}))) {
     EXPECT_EQ(outcome.exit_code, 1) << outcome.err;
     const std::string other = std::to_string(1 - GetParam());
     // The first stage waits for gradients, the second one for activations.
@@ -231,23 +231,23 @@ TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedWithTheMessageThatIsWaitedFor) {
 // Stages further away wait for one that waits itself.
 TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedByAllStages) {
   expect_waited_for(
-      run({.nproc = 4, .mode = "mail-stall", .rank = GetParam(), .step = 4, .timeout_ms = 4000}),
+      run({.nproc = 4, .mode = "p2p-stall", .rank = GetParam(), .step = 4, .timeout_ms = 4000}),
       GetParam());
 }
 
 TEST_P(AnyRank, ThatAbortsBetweenMessagesCanRecoverWithTheOthers) {
-  const auto outcome = run({.nproc = 3, .mode = "mail-poison", .rank = GetParam(), .step = 3});
+  const auto outcome = run({.nproc = 3, .mode = "p2p-poison", .rank = GetParam(), .step = 3});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
 }
 
-TEST_P(AnyRank, WhoseMessageIsOfAnotherShapeIsNamedBesideTheOtherEnd) {
-  expect_end(run({.mode = "mail-shape", .rank = GetParam(), .step = 3}), 1,
+TEST_P(AnyRank, WhoseMessageIsOfAnotherShapeIsNamedWithTheOtherEnd) {
+  expect_end(run({.mode = "p2p-shape", .rank = GetParam(), .step = 3}), 1,
              Says("ranks disagree: rank 0 issues ", "[2, 15000] Long", "[30000] Long",
                   "micro-batch 0, step 3"));
 }
 
-TEST_P(AnyRank, WhoseMessagesAreSwappedIsNamedBesideTheOtherEnd) {
-  expect_end(run({.mode = "mail-swap", .rank = GetParam(), .step = 3}), 1,
+TEST_P(AnyRank, WhoseMessagesAreSwappedIsNamedWithTheOtherEnd) {
+  expect_end(run({.mode = "p2p-swap", .rank = GetParam(), .step = 3}), 1,
              Says("ranks wait for each other: rank 0 waits in ", "micro-batch 0, step 3",
                   "has not issued; rank 1 waits"));
 }
@@ -261,7 +261,7 @@ TEST(UserCalls, HaveTheirValues) {
   }
 }
 
-TEST(UserCalls, ThatDifferAreNamedBesideEachOther) {
+TEST(UserCalls, ThatDifferAreNamedTogether) {
   const std::vector<std::pair<std::string, std::string>> differences{
       {"user-operation", "broadcast of loss"},
       {"user-shape", "sum of [3, 2]"},
@@ -317,7 +317,7 @@ TEST(OwnSpawn, SignalsArePassedOn) {
 }
 
 TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
-  const std::vector<std::string> modes{"none", "kill", "throw", "mail-kill"};
+  const std::vector<std::string> modes{"none", "kill", "throw", "p2p-kill"};
   std::vector<Plan> plans;
   for (const auto& mode : modes) plans.push_back({.mode = mode, .rank = 1, .step = 5});
   const auto runs = run_all_without_parent(plans);
@@ -334,7 +334,7 @@ TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
     EXPECT_EQ(survivor.exit_code, 1) << mode;
     EXPECT_THAT(survivor.last_error_line(), AllOf(StartsWith("rank 0: "), Says("rank 1")));
     EXPECT_LT(survivor.seconds, kSeconds);
-    if (mode == "mail-kill") {
+    if (mode == "p2p-kill") {
       EXPECT_THAT(survivor.last_error_line(), Says("micro-batch ", "step 5"));
     }
     if (mode == "throw") {

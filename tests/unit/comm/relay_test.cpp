@@ -51,7 +51,7 @@ TEST(Relay, HasAtMostTwoPartnersARound) {
   }
 }
 
-// What each rank says has a digit of its own: added twice or left out, it shows.
+// Each rank contributes a different digit: one that is added twice or left out shows.
 TEST(Relay, SumsCountEveryRankOnce) {
   for (int ranks = 1; ranks <= 62; ++ranks) {
     using Rows = std::vector<std::int64_t>;  // [2, 1]
@@ -74,7 +74,7 @@ TEST(Relay, SumsCountEveryRankOnce) {
   }
 }
 
-// Nobody waits at a wave for one that waits at another: both meet in the wave of the same number.
+// No rank waits in a wave for one that waits in another: both meet in the wave of the same number.
 TEST(Relay, WavesHoldEveryOtherRankOnceAndAreTheSameFromBothSides) {
   for (const int ranks : sizes()) {
     for (const int most : {2, 3, 32}) {
@@ -106,14 +106,14 @@ TEST(Relay, WavesHoldEveryOtherRankOnceAndAreTheSameFromBothSides) {
   }
 }
 
-// What is combined on the way is of every rank; each one's reach is a stretch of the ring behind
-// it.
+// The result of combining on the way covers every rank; so far each has the ranks of one range of
+// the ring before it.
 TEST(Relay, ReachesEveryRankFromEveryOther) {
   for (const int ranks : sizes()) {
     int reach = 1;  // ranks whose bits one has: itself and those before it
     for (int round = 0; round < relay::rounds(ranks); ++round) {
       const int step = 1 << round;
-      EXPECT_LE(step, reach) << "no gap between its own stretch and the one that comes";
+      EXPECT_LE(step, reach) << "no gap between its own range and the one that comes";
       reach = std::max(reach, step + reach);
     }
     EXPECT_GE(reach, ranks);

@@ -1,5 +1,5 @@
-// What a rank sends, against numbers worked out by hand. That a transport sends as many is checked
-// by itself, in every exchange (comm/backends/gloo/exchange.cpp).
+// The bytes that a rank sends, against numbers computed by hand. Every exchange checks by itself
+// that a transport sends as many (comm/backends/gloo/exchange.cpp).
 #include <ATen/ATen.h>
 
 #include "comm/batch.h"
@@ -39,7 +39,7 @@ TEST(SentBytes, InTwoRoundsAPartGoesOutAndItsSumComesBackInTheResultsDtype) {
   EXPECT_EQ(summed_by(op, 3, 2).end, 100003);
 }
 
-TEST(SentBytes, AnAllToAllSendsAllButTheOwnStretch) {
+TEST(SentBytes, AnAllToAllSendsAllButTheOwnRange) {
   const AllToAll op{floats(9), {2, 3, 4}, floats(6), {1, 3, 2}};
   EXPECT_EQ(sent_bytes(op, 3, 0), 7 * 4);
   EXPECT_EQ(sent_bytes(op, 3, 2), 5 * 4);
@@ -54,7 +54,7 @@ TEST(SentBytes, ABroadcastIsSentByItsSourceToEveryOtherRank) {
 TEST(SentBytes, WhatIsRelayedComesToTheSameBytesInFewerMessages) {
   const auto bytes = at::empty({60}, at::kByte);
   EXPECT_EQ(sent_bytes(RelayedGather{bytes, {12, 12, 12, 12, 12}}, 5, 3), 4 * 12);
-  // Of rank 3: its own part, then rank 2's with it, then its own once more.
+  // Rank 3 sends its own part, then rank 2's with it, then its own once more.
   EXPECT_EQ(sent_bytes(RelayedGather{bytes, {10, 20, 30, 0, 0}}, 5, 3), 0 + 30 + 0);
   EXPECT_EQ(sent_bytes(Combine{bytes}, 5, 0), 3 * 60);
   EXPECT_EQ(sent_bytes(Combine{bytes}, 1024, 0), 10 * 60);

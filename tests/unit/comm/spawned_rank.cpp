@@ -3,7 +3,7 @@
 //
 //   spawned_rank NPROC MODE RANK STEP STEPS TIMEOUT_MS
 //   MODE: none | throw | usage | kill | stall | exit | stop | disagree | cross | abort | withhold
-//         alone: gives up after TIMEOUT_MS where nobody serves the store
+//         alone: gives up after TIMEOUT_MS where no process serves the store
 //         apart: RANK is in no group, and stops
 //         unwind: aborts its World, and says half a second later why
 //         user-none | user-operation | user-shape | user-dtype | user-order | user-refused |
@@ -11,12 +11,12 @@
 //         caught: ranks call drawn programs of which one differs, seeded with STEP, and catch that;
 //         caught-leave: they leave then, without a recovery
 //         caught-kill: RANK is killed then, as the others begin to recover
-//         caught-stall: they recover, and RANK comes to nothing any more from STEP on
+//         caught-stall: they recover, and RANK makes no call any more from STEP on
 //         apart-uncaught: RANK comes to no call while the others disagree, and catch that;
 //         apart-unwaited: it has submitted a collective, and does not wait for it
 //         late: all but RANK come to a collective, at moments drawn with STEP;
 //         too-late: the one after RANK comes when the timeout of 1 s of the others is just over
-//         mail-MODE: RANK does MODE (none, throw, kill, stall, stop, poison; shape, swap: sends what
+//         p2p-MODE: RANK does MODE (none, throw, kill, stall, stop, poison; shape, swap: sends what
 //         its neighbour does not expect) while stages hand messages on
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
 #include <ATen/ATen.h>
@@ -76,8 +76,8 @@ void misbehave(const Plan& plan, World& world) {
   }
 }
 
-/// The rank of the plan owes its successor something and never sends it; the others are owed
-/// nothing and go on, later than the successor begins to wait.
+/// The rank of the plan withholds a message from its successor; the others wait for nothing and
+/// continue, for longer than the successor waits.
 void withhold(const Plan& plan, World& world, comm::Group& group) {
   const int debtor = plan.rank;
   const int creditor = (debtor + 1) % world.size();
@@ -96,7 +96,7 @@ void withhold(const Plan& plan, World& world, comm::Group& group) {
 }
 
 /// The rank of the plan shares no group with the others, of which one waits for one that computes.
-void stop_apart(const Plan& plan, World& world) {
+void stop_outside_of_groups(const Plan& plan, World& world) {
   if (world.rank() == plan.rank) ::kill(::getpid(), SIGSTOP);
   std::vector<int> others;
   for (int rank = 0; rank < world.size(); ++rank) {
@@ -180,7 +180,7 @@ void catch_and_lose_one(const Plan& plan, World& world) {
 }
 
 /// Ranks 0 and 1 disagree; 2 and 3 are the other pair.
-void catch_beside_one_that_is_apart(const Plan& plan, World& world) {
+void catch_without_one_rank(const Plan& plan, World& world) {
   const auto pair = world.mesh(tessera::MeshShape::dense(1, 2, 2, 1, 1)).group("dp_shard");
   world.group().barrier("begin");
   const bool is_of_other_pair = world.rank() / 2 == plan.rank / 2;
@@ -312,7 +312,7 @@ int main(int argc, char** argv) {
   const auto body = [&](World& world) {
     std::cout << "begun " << world.rank() << '\n';  // it stays in the buffer
     if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
-    if (plan.mode == "apart") stop_apart(plan, world);
+    if (plan.mode == "apart") stop_outside_of_groups(plan, world);
     if (plan.mode.starts_with("user-")) call_as_a_user(plan, world);
     if (plan.mode == "caught-leave") return catch_and_leave(world);
     if (plan.mode == "caught-kill") return catch_and_lose_one(plan, world);
@@ -321,14 +321,14 @@ int main(int argc, char** argv) {
       world.recover();
       return train({plan.nproc, "stall", plan.rank, plan.step, plan.steps}, world);
     }
-    if (plan.mode.starts_with("apart-")) return catch_beside_one_that_is_apart(plan, world);
+    if (plan.mode.starts_with("apart-")) return catch_without_one_rank(plan, world);
     if (plan.mode == "late" || plan.mode == "too-late") return come_late(plan, world);
     if (plan.mode == "caught") {
       tessera::test::catch_disagreements(world, static_cast<unsigned>(plan.step), plan.steps,
                                          check_calls);
       return train({plan.nproc, "none", 0, 0, 3}, world);
     }
-    plan.mode.starts_with("mail-") ? train_a_pipeline(plan, world) : train(plan, world);
+    plan.mode.starts_with("p2p-") ? train_a_pipeline(plan, world) : train(plan, world);
   };
   return tessera::launch(plan.nproc, body, options);
 }

@@ -65,7 +65,7 @@ TEST(StartUpLog, SaysWhatOthersDoOnceAWaitIsLong) {
 
 class StartUp : public testing::TestWithParam<ThreadBackend> {};
 
-/// What rank 1 is told when rank 0 does not come before it has given up.
+/// Returns what rank 1 is told when rank 0 does not come before it has given up.
 std::string told_for_want_of_rank_0(ThreadRanks& ranks,
                                     const std::function<void(World&)>& rank_0_instead) {
   std::latch given_up(1);
@@ -104,7 +104,7 @@ TEST_P(StartUp, WaitsForARankThatWorksLongerThanAStepMay) {
   });
   // The steps after it have their own timeout, and nothing said earlier stands in their errors.
   const auto told = told_for_want_of_rank_0(
-      ranks, [](World& world) { world.work_at("what nobody hears of in a step"); });
+      ranks, [](World& world) { world.work_at("what no rank hears of in a step"); });
   EXPECT_THAT(told, Says("waited 2 s for rank 0", "stalled"));
 }
 

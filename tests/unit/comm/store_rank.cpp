@@ -3,8 +3,8 @@
 //
 //   store_rank STORE RANK MODE, where STORE is "tcp:PORT" (rank 0 serves it) or the path of a file
 //
-// It prints what its calls have thrown, and how long they took. Unless it says otherwise a lost rank
-// ends a call.
+// It prints what its calls have thrown, and how long they took. Unless a mode says otherwise a lost
+// rank ends a call.
 #include <ATen/ATen.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -59,7 +59,7 @@ c10::intrusive_ptr<c10d::Store> open(const std::string& where, int rank) {
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
-/// What the host program's own check throws: no error of the library.
+/// The exception of the host program's own check, which is no error of the library.
 struct Interrupt : std::runtime_error {
   Interrupt() : std::runtime_error("interrupted by the program") {}
 };
@@ -122,21 +122,21 @@ void fail_one(const Rank& rank) {
     return;
   }
   told([&] { barrier(*world); });
-  // It knows: it is not ended, whatever it does now.
+  // It knows of the failure, so it is not ended later.
   std::this_thread::sleep_for(rank.options.grace_period + std::chrono::milliseconds(700));
   told([&] { world->recover(); });
   told([&] { world->close(); });
 }
 
 /// Rank 0 makes no call any more.
-void fail_beside_one_that_computes(const Rank& rank) {
+void fail_while_the_other_computes(const Rank& rank) {
   const auto world = rank.connect();
   barrier(*world);
   if (rank.number == 1) return world->close_failed("ValueError: boom");
   for (;;) ::pause();
 }
 
-void fail_beside_one_that_closes(const Rank& rank) {
+void fail_while_the_other_closes(const Rank& rank) {
   const auto world = rank.connect();
   barrier(*world);
   if (rank.number == 0) return told([&] { world->close(); });
@@ -231,8 +231,8 @@ void run(const Rank& rank) {
   const std::string& mode = rank.mode;
   if (mode == "close") close_worlds(rank);
   if (mode == "fail" || mode == "fail-process") fail_one(rank);
-  if (mode == "grace") fail_beside_one_that_computes(rank);
-  if (mode == "fail-closing") fail_beside_one_that_closes(rank);
+  if (mode == "grace") fail_while_the_other_computes(rank);
+  if (mode == "fail-closing") fail_while_the_other_closes(rank);
   if (mode == "kill") lose_one(rank);
   if (mode == "interrupt") interrupt_one(rank);
   if (mode == "leave") leave_one(rank);

@@ -1,4 +1,4 @@
-// Turns: the order of two passes on one thread, what each keeps for itself, and how errors end both.
+// Turns: the order of two passes on one thread, the state that each keeps, and how errors end both.
 #include "comm/turns.h"
 
 #include <ATen/ATen.h>
@@ -44,7 +44,7 @@ struct DrawnSide {
   std::string piece(int i) const { return name + std::to_string(i); }
 };
 
-/// What a side's function leaves behind.
+/// The results of a side's function.
 struct Found {
   std::vector<std::string> pieces;
   std::vector<char> ended;  // sides that Ended left
@@ -447,7 +447,7 @@ TEST(PassLocal, EachPassIsInItsOwnUnitStageAndMicroBatch) {
   EXPECT_EQ(UnitHere::unit(), "");
 }
 
-// --- a backward beside a forward ---
+// --- a backward that alternates with a forward ---
 
 /// Stands for an exchange: it passes in both directions.
 struct Exchange : torch::autograd::Function<Exchange> {
@@ -484,7 +484,7 @@ struct Model {
   std::vector<at::Tensor> weights, batches;
 };
 
-TEST(TurnsOfAutograd, ABackwardBesideAForwardGivesTheBitsOfInTurn) {
+TEST(TurnsOfAutograd, ABackwardThatAlternatesWithAForwardGivesTheBitsOfInTurn) {
   for (const int layers : {1, 4}) {
     const Model in_turn(layers, 3), paired(layers, 3);
     const at::Tensor one = in_turn.loss(0);

@@ -1,5 +1,5 @@
 // How a World ends for a host program that has its own exceptions and handlers: over a store of the
-// program's, in processes that nobody of ours has started (store_rank.cpp).
+// program's, in processes that no launcher has started (store_rank.cpp).
 #include <chrono>
 #include <filesystem>
 #include <future>
@@ -176,8 +176,8 @@ TEST(WorldOverAStore, ThreadsOverAStoreInMemoryAddUp) {
   EXPECT_THAT(errors, Each(IsEmpty()));
 }
 
-// A thread of Python's that nobody joins may be in the middle of a step as the script ends. The groups
-// that it would use go once all ranks are done.
+// A thread of Python that is not joined may be in the middle of a step as the script ends. The
+// groups that it would use end once all ranks are done.
 TEST(WorldOverAStore, ThreadThatComputesWhileAnotherOneClosesIsRefused) {
   std::promise<void> refused;
   const auto errors = over_memory(2, [&](int rank, const StorePtr& store) {

@@ -29,7 +29,7 @@ CheckpointTensor random_tensor(Random& random, const std::string& name,
 CheckpointManifest random_manifest(Random& random);
 /// The blocks of tensors.jsonl.
 std::vector<std::string> lines_of(const std::string& text);
-/// What reading both texts gives, with the tensors of all blocks.
+/// Returns the result of reading both texts, with the tensors of all blocks.
 CheckpointManifest parsed(const CheckpointTexts& texts);
 
 /// A checkpoint on disk, and what its tensors hold.
@@ -43,7 +43,7 @@ WrittenCheckpoint write_random_checkpoint(Random& random, const std::filesystem:
 /// A file of one 1-D tensor.
 void write_safetensors(const std::filesystem::path& path, const std::string& name, DType dtype,
                        std::span<const std::byte> values);
-/// Lists every file of the folder in the manifest and writes that beside them, in its format.
+/// Lists every file of the folder in the manifest and writes that next to them, in its format.
 void finish_checkpoint(const std::filesystem::path& folder, CheckpointManifest& manifest);
 
 }  // namespace tessera::testing

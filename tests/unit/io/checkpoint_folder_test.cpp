@@ -53,7 +53,7 @@ TEST(CheckpointFolder, AnyRangeOfAnyTensorHasItsValues) {
   }
 }
 
-/// Of many blocks, in one file of zeros.
+/// Writes a checkpoint of many blocks, in one file of zeros.
 std::vector<std::string> write_many_blocks(const fs::path& folder) {
   CheckpointManifest manifest;
   std::vector<TensorSpec> specs;
@@ -143,13 +143,13 @@ TEST(CheckpointFolder, TensorsOfAnotherCheckpointAreRefused) {
   EXPECT_THAT(refused(ErrorKind::kFormat), Says("tensors.jsonl"));
   fs::remove(path);
   EXPECT_THAT(refused(ErrorKind::kIo), Says("tensors.jsonl"));
-  // Of the right size, with blocks in another order.
+  // The text has the right size, but its blocks are in another order.
   std::ofstream(path) << std::string(size, ' ');
   const auto checkpoint = CheckpointFolder::open(folder / "x");
   EXPECT_REFUSED(kFormat, checkpoint.names("model/"), "tensors.jsonl");
 }
 
-// Whoever asks for a step by its folder's name gets that step.
+// A caller that asks for a step by its folder's name gets that step.
 TEST(CheckpointFolder, AStepUnderTheNameOfAnotherIsRefused) {
   const TemporaryFolder folder;
   Random random(31);
@@ -166,7 +166,7 @@ TEST(CheckpointFolder, AStepUnderTheNameOfAnotherIsRefused) {
 }
 
 // A reader of whole files keeps what it wants on the way: the same values as read() gives.
-TEST(CheckpointFolder, StretchesLeadToTheSameValuesInOnePass) {
+TEST(CheckpointFolder, ChunksLeadToTheSameValuesInOnePass) {
   const TemporaryFolder folder;
   Random random(30);
   int in_one_pass = 0;
@@ -400,8 +400,8 @@ TEST(CheckpointFolder, TheFolderAboveGivesItsLatest) {
   EXPECT_EQ(CheckpointFolder::open(folder.path()).path(), store.complete(newer.step));
 }
 
-// One rule for all who look for a checkpoint: the latest, or an error that names the one before it
-// that can be opened. Naive: `cannot open manifest.json`, or what is older without a word.
+// One rule for all that look for a checkpoint: the latest, or an error that names the one before it
+// that can be opened. Naive: `cannot open manifest.json`, or silently an older one.
 TEST(CheckpointFolder, TheLatestIsFoundOrNamesTheNewestWholeOneBeforeIt) {
   const TemporaryFolder folder;
   Random random(7);
@@ -513,7 +513,7 @@ TEST(CheckpointStore, OnlyFinishedFoldersCount) {
   EXPECT_THAT(store.steps(), ElementsAre(9, 10));
 }
 
-// What a step replaces is whole until the new one has its name, whatever ends the attempt.
+// A step that is replaced stays whole until the new one has its name, however the attempt ends.
 TEST(CheckpointStore, AStepThatIsReplacedIsThereUntilTheNewOneIs) {
   const TemporaryFolder folder;
   const CheckpointStore store(folder / "checkpoint");

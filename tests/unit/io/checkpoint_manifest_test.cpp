@@ -117,7 +117,7 @@ struct Broken {
   std::function<void(CheckpointManifest&)> change;
 };
 
-// Naive: a run of before the key goes on as if it had made every step.
+// Naive: a run from before the key resumes as if it had made every step.
 TEST(CheckpointManifest, WithoutItsKeyTheStepsThatAScalerSkippedAreThoseLeftOut) {
   auto manifest = small_manifest();
   manifest.step = 20;

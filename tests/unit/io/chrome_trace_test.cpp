@@ -111,7 +111,7 @@ TEST(EventFile, BeginsWithVersionAndSessionStart) {
   const std::string begun = read_file(file.path());
   file.append(1, {{"loss", 2.0}});
   const std::string grown = read_file(file.path());
-  // Without the wall times that nobody can foresee: the kinds of message and their sizes.
+  // Without the wall times, which cannot be foreseen: the kinds of message and their sizes.
   EXPECT_EQ(begun.size(),
             tfrecord(version_event(0)).size() + tfrecord(session_start_event(0, 1)).size());
   EXPECT_EQ(grown.substr(0, begun.size()), begun) << "appended, and there without closing the file";

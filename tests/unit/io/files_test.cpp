@@ -55,7 +55,7 @@ void read_byte(const MappedFile& file, std::int64_t at) {
   static_cast<void>(std::to_integer<int>(byte));
 }
 
-// Naive: SIGBUS, without a word of the file.
+// Naive: SIGBUS, without the file's name.
 TEST(MappedFileDeathTest, AFileThatIsCutShortEndsTheProcessWithItsName) {
   const TemporaryFolder folder;
   const auto cut = [&](const char* name) {
@@ -493,7 +493,7 @@ TEST(FolderLock, GoesWithItsProcess) {
   char byte = 0;
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
   EXPECT_THAT(refusal(folder.path(), ErrorKind::kConfig), Says("process " + std::to_string(child)));
-  // Whoever waits takes it as soon as the holder is gone.
+  // A process that waits takes it as soon as the holder is gone.
   std::thread killer([&] { ::kill(child, SIGKILL); });
   EXPECT_NO_THROW(FolderLock(folder.path(), minutes(1), ""));
   killer.join();

@@ -53,7 +53,7 @@ TEST(HfFolder, OneFileByItselfHasItsTensorsWhereverALinkLeads) {
 }
 
 // Naive: the file that is left over of an earlier save is read silently.
-TEST(HfFolder, AFileBesideAnIndexThatDoesNotNameItIsReadAndNamed) {
+TEST(HfFolder, AFileNextToAnIndexThatDoesNotNameItIsReadAndNamed) {
   const auto said = [](const fs::path& path, std::size_t files) {
     ::testing::internal::CaptureStderr();
     set_log_level(LogLevel::kWarn);
@@ -325,7 +325,7 @@ TEST(ParseByteSize, RefusesEverythingElseByName) {
   }
 }
 
-// The index of kept labels beside a look at every byte of the mask.
+// The index of unmasked targets compared with a look at every byte of the mask.
 constexpr std::int64_t kBlock = LabelIndex::kBlockTokens;
 
 /// Runs of kept and of other tokens, some longer than a block.
@@ -365,7 +365,7 @@ TEST(LabelIndex, HasItsDocumentedBytes) {
   const TemporaryFolder folder;
   std::string bytes(static_cast<std::size_t>(kBlock) + 2, '\0');
   bytes[0] = bytes[7] = '\1';
-  bytes[static_cast<std::size_t>(kBlock) + 1] = '\2';  // whatever is not 0
+  bytes[static_cast<std::size_t>(kBlock) + 1] = '\2';  // any value but 0
   LabelIndex(MappedFile(folder.write("a.mask.bin", bytes))).write(folder / "a.labels.bin");
   std::ifstream file(folder / "a.labels.bin", std::ios::binary);
   std::vector<std::uint64_t> numbers(4, 99);

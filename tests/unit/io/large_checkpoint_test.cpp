@@ -67,7 +67,7 @@ struct Kept {
   std::string prefix;
   DType dtype;
 };
-/// Of bf16 shards with AdamW: moments, and what they lack to their master.
+/// The tensors of bf16 shards with AdamW: moments, and the remainders of their master.
 const std::vector<Kept> kKept = {{"model/", DType::kBFloat16},
                                  {"optim/exp_avg/", DType::kFloat32},
                                  {"optim/exp_avg_sq/", DType::kFloat32},
@@ -108,7 +108,7 @@ std::vector<Held> cut(const Unit& unit) {
   return held;
 }
 
-/// What each rank says that it wrote, as checkpoint/snapshot.cpp does.
+/// Returns each rank's part of the manifest, as checkpoint/snapshot.cpp writes it.
 std::vector<CheckpointManifest> parts_of_ranks() {
   std::vector<CheckpointManifest> parts(kRanks);
   for (int r = 0; r < kRanks; ++r) parts[static_cast<std::size_t>(r)].files[rank_file(r)] = {};
@@ -126,7 +126,7 @@ std::vector<CheckpointManifest> parts_of_ranks() {
       add(part, "optim/step/" + name, {DType::kInt64, {}, std::nullopt, {}}, {}, {0, 1}, rank);
     }
   };
-  const auto of_layer = cut(layer(0));  // of every layer
+  const auto of_layer = cut(layer(0));  // the same for every layer
   for (std::int64_t i = 0; i < kLayers; ++i) add_unit(layer(i), of_layer);
   const Unit rest = {one("model.embed_tokens.weight", {kVocabulary, kHidden}),
                      one("model.norm.weight", {kHidden}),
@@ -151,7 +151,7 @@ TEST(LargeCheckpoint, Qwen3Of235BillionOnAThousandRanksHasASmallManifest) {
   }
   EXPECT_LT(largest, 1 << 20) << "of one rank";
   ASSERT_EQ(manifest.tensors.size(), 5 * (kLayers * (3 * kExperts + 9) + 3));
-  // Nobody looks at their bytes here.
+  // Their bytes are not read here.
   for (int r = 0; r < kRanks; ++r) std::ofstream(folder / rank_file(r));
   std::ofstream(folder / "config.json") << "{}";
   manifest.files["config.json"] = {2, Hash128Stream().add("{}").digest()};

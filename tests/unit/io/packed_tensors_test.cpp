@@ -1,5 +1,6 @@
 // Matrices that a folder has in blocks of eight bits: each element times its block's factor, in
-// bfloat16, whatever range is read. convert_test.py compares with PyTorch's own eight-bit dtype.
+// bfloat16, for any range that is read. convert_test.py compares with PyTorch's own eight-bit
+// dtype.
 
 #include <cmath>
 #include <random>
@@ -155,9 +156,9 @@ TEST(Fp8Tensors, TheConfigSaysTheBlock) {
   }
 }
 
-// Experts that a folder packs in MXFP4: unpacked as transformers does, whatever range is read.
+// Experts that a folder packs in MXFP4: unpacked as transformers does, for any range that is read.
 
-/// Of bytes; counts what is read of blocks.
+/// A source of bytes; counts what is read of blocks.
 class Packed final : public testing::TensorsInMemory {
  public:
   void add(const std::string& name, DType dtype, std::vector<std::int64_t> shape,
@@ -249,7 +250,7 @@ TEST(Mxfp4Tensors, AnyRangeIsThatPartAndNoMoreThanAnExpertIsHeld) {
   EXPECT_EQ(packed->reads, 1) << "an expert is unpacked once for all its parts";
 }
 
-// Naive: they are most of the elements, and float32 tensors beside them are taken for wider than
+// Naive: they are most of the elements, and float32 tensors next to them are taken for wider than
 // usual.
 TEST(Mxfp4Tensors, DoNotCountForTheDtypeOfMostElements) {
   std::mt19937_64 random(3);

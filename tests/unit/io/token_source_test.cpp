@@ -40,7 +40,7 @@ TEST(TokenFile, BothDtypesAreRead) {
   EXPECT_TRUE(ids(wide, 3, 3).empty());
 }
 
-TEST(TokenFile, MaskBesideItIsRead) {
+TEST(TokenFile, MaskNextToItIsRead) {
   const TemporaryFolder folder;
   folder.write("a.json", info("uint16", 4));
   folder.write("a.mask.bin", std::string("\0\1\2\0", 4));
@@ -141,7 +141,7 @@ TEST(TokenFile, ShardsOfBothKindsAreRead) {
   EXPECT_TRUE(TokenFile(folder / "a.bin").has_mask());
   const TokenFile wide(folder.write("b.bin", shard<std::uint32_t>(20240801, 7, 2, {128000, 9})));
   EXPECT_THAT(ids(wide, 0, 2), ElementsAre(128000, 9));
-  // A description beside it says that these are tokens from the first byte on.
+  // A description next to it says that these are tokens from the first byte on.
   folder.write("b.json", info("uint32", 258));
   EXPECT_EQ(TokenFile(folder / "b.bin").token(0), 20240801);
 }

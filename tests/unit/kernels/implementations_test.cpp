@@ -42,8 +42,8 @@ Tensors listed(const std::tuple<Results...>& results) {
 }
 Tensors listed(const at::Tensor& result) { return {result}; }
 
-/// Of `function(implementation)` for both; outputs of the activations' dtype have its bound, the
-/// others (sums and scales in fp32) too where activations were rounded on the way.
+/// Compares `function(implementation)` for both; outputs of the activations' dtype have its bound,
+/// the others (sums and scales in fp32) too where activations were rounded on the way.
 template <class Cpu, class Aten>
 void expect_alike(const Cpu& in_cpu, const Aten& in_aten, const Bound& bound,
                   const std::string& what) {
@@ -174,7 +174,7 @@ TEST(Implementations, GatesAgree) {
   }
 }
 
-/// Of queries, of which the first stands at `first` of so many keys.
+/// Queries, the first of which is at position `first` of so many keys.
 struct Seen {
   std::optional<at::Tensor> begins, ends;
   std::int64_t window = kNoWindow;
@@ -227,7 +227,7 @@ TEST(Implementations, CausalAttentionAgrees) {
   }
 }
 
-/// What a window's softmax writes: its result and the sinks' shares of it.
+/// The outputs of a window's softmax: its result and the sinks' shares of it.
 struct Windowed {
   at::Tensor scores;
   std::optional<at::Tensor> shares;
@@ -486,8 +486,8 @@ TEST(Implementations, AdamWAgrees) {
   }
 }
 
-// The list takes what libtorch's dispatcher takes, so that whoever records operations can register
-// it as it stands.
+// The list has only types that libtorch's dispatcher takes, so that code that records operations
+// can register it unchanged.
 TEST(Operations, TheWholeListCanBeRegistered) {
   torch::Library library(torch::Library::FRAGMENT, "tessera_list", std::nullopt, __FILE__,
                          __LINE__);

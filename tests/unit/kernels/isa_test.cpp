@@ -90,7 +90,7 @@ std::vector<T> clamped_gates(const Kernels<T, T>& kernels, const std::vector<T>&
   return results;
 }
 
-/// Of any count of elements, the first results of 48, which is whole vectors.
+/// For any number of elements, up to 48, which are whole vectors: the first results.
 template <class T>
 void expect_first_results(const Kernels<T, T>& kernels, const std::vector<T>& both,
                           const std::vector<T>& grad, const char* isa) {

@@ -1,5 +1,5 @@
-// [Note: watched kernels] of operations.h: every function of the list, seen by whoever watches, is
-// what it is else; on meta tensors it has the real sizes; in given memory it has the same bits.
+// [Note: watched kernels] of operations.h: every function of the list gives the same when it is
+// watched; on meta tensors it has the real sizes; in given memory it has the same bits.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -19,7 +19,7 @@ constexpr double kEps = 1e-6;
 
 // ------------------------------------------------------------------------------------- watching
 
-/// What went by on this thread.
+/// Records the operations of this thread.
 struct Watch final : Watcher {
   Watch() : Watcher(SeesKernels::kYes) {}
 
@@ -47,7 +47,8 @@ struct Watch final : Watcher {
   }
 
   std::vector<std::string> seen;
-  std::vector<std::string> undeclared;  ///< arguments that changed without a word of the schema
+  /// arguments that changed without a declaration in the schema
+  std::vector<std::string> undeclared;
 };
 
 // ---------------------------------------------------------------------------------- the list
@@ -58,8 +59,8 @@ struct Case {
   std::function<Tensors(const Tensors&)> run;
   /// How many results of cpu/ are formed where somebody has memory for them.
   std::size_t given = 0;
-  /// Of how many results meta tensors know sizes and dtype: the implementation's own forms are
-  /// others, and sums of weights' gradients are wider in cpu/.
+  /// The number of results whose sizes and dtype meta tensors know: forms that an implementation
+  /// keeps for backward differ, and sums of weights' gradients are wider in cpu/.
   std::size_t known = 0;
 };
 
@@ -360,7 +361,7 @@ TEST(WatchedKernels, AreTheWholeList) {
   EXPECT_EQ(tested, listed_names);
 }
 
-// Naive: one that nobody sees, which a replay leaves out; one that writes what it does not declare.
+// Naive: one that is not seen, which a replay leaves out; one that writes what it does not declare.
 TEST(WatchedKernels, AreSeenOnceUnderTheirNamesAndHaveTheSameBits) {
   const at::NoGradGuard no_grad;
   for (const auto& c : all_cases()) {
@@ -409,10 +410,10 @@ TEST(WatchedKernels, WhatIsExcludedIsNotSeen) {
   EXPECT_THAT(told.seen, IsEmpty());
 }
 
-// Left out: what has no results (sums, softmax in place, optimizers); what backward of attention
-// reads, whose form is the implementation's own; clamped_swiglu_backward, windows and embeddings, for
-// which ATen has no meta forms of abs(), logsumexp(), index_select() and embedding_dense_backward()
-// without Python.
+// Left out: functions without results (sums, softmax in place, optimizers); the tensors that
+// backward of attention reads, whose form depends on the implementation; clamped_swiglu_backward,
+// windows and embeddings, for which ATen has no meta forms of abs(), logsumexp(), index_select()
+// and embedding_dense_backward() without Python.
 TEST(WatchedKernels, OnMetaTensorsHaveTheRealSizesAndDtypes) {
   const at::NoGradGuard no_grad;
   for (const auto& c : all_cases()) {

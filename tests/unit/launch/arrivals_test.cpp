@@ -65,7 +65,7 @@ TEST(Arrivals, ComingAndAskingWhoIsMissingTakeABoundedNumberOfRequests) {
     Arrivals meeting(counters, "join", members);
     const int levels = members <= 62 ? 1 : members <= 62 * 62 ? 2 : 3;
     EXPECT_EQ(meeting.missing().and_more, members > 900);
-    EXPECT_LE(counters.requests, 16) << "nobody has come";
+    EXPECT_LE(counters.requests, 16) << "no rank has come";
     for (int member = 0; member < members; ++member) {
       if (member == members / 2) continue;
       counters.requests = 0;

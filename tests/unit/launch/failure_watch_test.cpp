@@ -70,7 +70,7 @@ class Watched : public ::testing::Test {
   std::unique_ptr<FailureWatch> watch_;
 };
 
-/// While this lives the store answers nobody, as if its host had stopped.
+/// While this lives the store gives no answer, as if its host had stopped.
 class StoppedStore {
  public:
   explicit StoppedStore(WaitBoard& board, std::function<void()> when_known)
@@ -111,8 +111,7 @@ constexpr int kRefused = 7;
   ::_exit(0);
 }
 
-// On a host whose threads are used up. A thread that runs, and that nobody joins any more, would end
-// the process.
+// On a host whose threads are used up. A running thread that is not joined would end the process.
 TEST(TwoThreads, OfWhichOneCannotStartAreAnError) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "a sanitizer's own memory is beyond any limit";
@@ -192,7 +191,8 @@ TEST(HearingOthers, CallsNobodyLateWithoutADeadline) {
   EXPECT_FALSE(hear_others(abort_flag, board, 1));
 }
 
-// Naive: whoever has closed its connections is lost, though it still hears others itself.
+// Naive: a rank that has closed its connections counts as lost, though it still hears others
+// itself.
 TEST(HearingOthers, WaitsForTheWordsOfAPeerThatBeats) {
   WaitBoard board;
   AbortFlag abort_flag;
@@ -206,8 +206,8 @@ TEST(HearingOthers, WaitsForTheWordsOfAPeerThatBeats) {
               ::testing::ThrowsMessage<LostRank>(Says("waited for rank 2")));
 }
 
-// Its beats end at 0.1 s, and so does the wait at 1.1 s. Naive: whoever has beaten lives, and is
-// late at 2 s.
+// Its beats end at 0.1 s, and so does the wait at 1.1 s. Naive: a rank that has beaten lives, and
+// is late at 2 s.
 TEST(HearingOthers, EndsWithTheBeatsOfAPeerThatHasDied) {
   WaitBoard board;
   AbortFlag abort_flag;
@@ -238,7 +238,7 @@ TEST(HearingOthers, TakesOneBeatForNoSignOfLife) {
   EXPECT_EQ(doubt.last_beat(), std::nullopt);
   board.heard(1, later);
   EXPECT_EQ(doubt.last_beat(), later);
-  board.heard(1, std::nullopt);  // it has listened anew since
+  board.heard(1, std::nullopt);  // it has listened again since
   EXPECT_EQ(doubt.last_beat(), later);
 }
 
@@ -383,7 +383,7 @@ TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
   EXPECT_TRUE(store_->find(store_key::asked(0, 1)).has_value());
 }
 
-// A recovery begins every sequence anew: what held up #0 before is not what holds up #0 now.
+// A recovery begins every sequence again: what delayed #0 before is not what delays #0 now.
 TEST_F(Watched, WhoHeldUpAWaitIsForgottenByARecovery) {
   start(std::chrono::hours(1), std::chrono::hours(1));
   const PeerWait wait{1, 0, 2, "#0"};

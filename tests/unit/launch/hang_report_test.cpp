@@ -1,5 +1,5 @@
-// Who is to blame for a hang, worked out from drawn boards: ranks run the same steps over groups of
-// two axes until one of them goes wrong, the others go on as far as they can without it.
+// The culprit of a hang, found from drawn boards: ranks run the same steps over groups of two axes
+// until one of them goes wrong; the others continue as far as they can without it.
 #include <random>
 
 #include "launch/hang/hang_finder.h"
@@ -18,8 +18,8 @@ struct Call {
   std::uint64_t sequence = 0;
 };
 
-/// Ranks on a grid of two axes. Each step goes through some layers: a gather over the rows, exchanges
-/// over the columns; then a sum over all.
+/// Ranks on a grid of two axes. Each step goes through some layers: a gather over the rows,
+/// exchanges over the columns; then a sum over all.
 struct Grid {
   int rows = 2, columns = 2, layers = 3;
   int ranks() const { return rows * columns; }
@@ -56,8 +56,8 @@ struct Grid {
 
 std::uint64_t hash_of(const std::string& group) { return std::hash<std::string>{}(group) | 1U; }
 
-/// Runs the ranks in turn: each issues what comes next, and waits for it until all of its group have
-/// issued it under that number.
+/// Runs the ranks in turn: each issues what comes next, and waits for it until all of its group
+/// have issued it under that number.
 class Simulation {
  public:
   Simulation(const Grid& grid, int steps) : grid_(grid) {
@@ -181,7 +181,7 @@ TEST(HangReport, OfDrawnBoardsNamesTheRankAndTheUnit) {
     if (one.kind == "swaps") std::swap(*place, *(place + 1));
     const Boards boards = ranks.run(one.kind == "gone" ? std::set{one.rank} : std::set<int>{});
     const HangReport report = find_hang(boards);
-    // Ranks of another group may have done the second one of two already: then all go on.
+    // Ranks of another group may have done the second one of two already: then all continue.
     if (one.kind == "swaps" && report.waits.empty()) continue;
     ++hangs;
     ASSERT_FALSE(report.roots.empty());
@@ -242,10 +242,10 @@ class Written {
   std::map<std::string, std::uint64_t> lane_counts_;
 };
 
-// Two stages of two ranks: 0 and 1 gather, send activations (11) and wait for gradients (13), which
-// they have asked for at the beginning of the step; 2 and 3 the other way round. Rank 1 leaves out
-// its gather: 0 waits for 1 in it, 1 for the gradients of 3, 3 in its gather for 2, and 2 for what 0
-// sends.
+// Two stages of two ranks: 0 and 1 gather, send activations (11) and wait for gradients (13), whose
+// receives they have posted at the beginning of the step; 2 and 3 the other way round. Rank 1
+// leaves out its gather: 0 waits for 1 in it, 1 for the gradients of 3, 3 in its gather for 2, and
+// 2 for what 0 sends.
 TEST(HangReport, AGatherIsLeftOutByARankThatWaitsForAMessageInACycle) {
   const std::string first = "gather of ranks 0,1", second = "gather of ranks 2,3";
   std::vector<Written> ranks;
@@ -281,8 +281,8 @@ TEST(HangReport, AGatherIsLeftOutByARankThatWaitsForAMessageInACycle) {
   EXPECT_EQ(report.roots.front().should->words.unit, "unit 100") << to_string(report);
 }
 
-// Rank 2 is lost while all compute. Rank 3 has all but one of its groups in common with it, and both
-// have come to unit 300; what comes next there is a group of rank 3 and others alone.
+// Rank 2 is lost while all compute. Rank 3 has all but one of its groups in common with it, and
+// both have come to unit 300; what comes next there is a group of rank 3 and others alone.
 TEST(HangReport, ARankThatIsLostBeforeAnybodyWaitsForItIsPlacedByTheOrderOfAnother) {
   const std::string rows = "gather of ranks 2,3", all = "data of ranks 0,1,2,3";
   Written like(3), other(1);
@@ -302,8 +302,8 @@ TEST(HangReport, ARankThatIsLostBeforeAnybodyWaitsForItIsPlacedByTheOrderOfAnoth
   EXPECT_EQ(report.roots.front().should->words.unit, "unit 500") << to_string(report);
 }
 
-// Threads of a rank issue in lanes of their own, each in one order; how these meet differs from step
-// to step.
+// Threads of a rank issue in separate lanes, each in one order; how these meet differs from step to
+// step.
 TEST(RankBoard, WhatComesNextIsFoundInTheStepBeforeWhateverTheOrderOfThreads) {
   std::mt19937 random(44);
   for (int draw = 0; draw < 200; ++draw) {
@@ -386,7 +386,7 @@ TEST(RankBoard, NumbersThatNoRankWritesDoNotOverflow) {
   const std::string lane = "gather of ranks 0,1";
   for (const std::string number : {"9223372036854775807", "-9223372036854775808",
                                    "9223372036854775808", "4611686018427387904"}) {
-    // Of a wait, its time; of an item, its age, and how many were issued until it was done.
+    // A wait has a time; an item has an age, and the number issued until it was done.
     const std::string wait = concat("\n", hash_of(lane), " 5 0 1 ", number, " 0 a wait");
     const std::string names = concat("\n", hash_of(lane), " 1 ", lane, "\n5 0 op\n unit");
     for (const std::string& item : {concat("\n0 0 0 ", number, " 0 0"), "\n0 0 0 1 0 " + number}) {

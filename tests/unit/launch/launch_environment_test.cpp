@@ -130,7 +130,7 @@ TEST(LaunchEnvironment, ANameThatMeansLoopbackOnItsOwnHostIsRefusedForSeveralHos
   EXPECT_NO_THROW(require_network_address(read_launch_environment(kPmi), "127.0.0.1"));
 }
 
-// Gloo would tell the others 127.0.0.1, and those of other hosts would wait for nobody.
+// Gloo would tell the others 127.0.0.1, and those of other hosts would wait in vain.
 TEST(LaunchEnvironment, AllAddressesOfRank0DoNotLeadToLoopbackUnlessOneHostIsCertain) {
   for (const char* host : {"0.0.0.0", "::"}) {
     const auto unknown = read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", host}}));

@@ -42,7 +42,7 @@ TEST(Listener, SaysAtWhichAddress) {
   EXPECT_EQ(listen_on("0.0.0.0", 0).address, "0.0.0.0");
 }
 
-// Of the documentation's network: nobody's.
+// An address of the network for documentation, which no host has.
 TEST(Listener, AnotherHostsAddressIsRefused) {
   EXPECT_REFUSED(kComm, listen_on("192.0.2.1", 0),
                  "found 192.0.2.1 (192.0.2.1) as the address of rank 0", "comm.master_addr",
@@ -90,7 +90,7 @@ TEST(BoundedCalls, OneThatHangsIsLeftBehindAndNoneFollowsIt) {
     };
     EXPECT_FALSE(calls.run(hang, milliseconds(1)).has_value());
     EXPECT_FALSE(calls.run([] { return 2; }, hours(1)).has_value());
-  }  // nobody waits for it
+  }  // no caller waits for it
   never_answered.set_value();
 }
 

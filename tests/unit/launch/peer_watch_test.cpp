@@ -126,8 +126,8 @@ TEST(PeerWatch, ALostRankOf1024IsNamedWithinTenSeconds) {
   }
 }
 
-// The store goes with rank 0, which stays for so long after it has said, or read, who is lost. And
-// whoever sees only a closed connection hears the name before it blames its neighbour.
+// The store ends with rank 0, which stays for so long after it has said, or read, who is lost. And
+// a rank that sees only a closed connection hears the name before it blames its neighbour.
 TEST(PeerWatch, AllHaveReadWhoIsLostWhileWordsAreWaitedFor) {
   for (const int ranks : {16, 1024, 4096}) {
     for (const int lost : {1, ranks / 2, ranks - 1}) {
@@ -144,7 +144,7 @@ TEST(PeerWatch, AllHaveReadWhoIsLostWhileWordsAreWaitedFor) {
   }
 }
 
-// Whoever lives has beaten at least once while the others count who has.
+// A live rank has beaten at least once while the others count the live ranks.
 TEST(WatchTimes, FollowTheIntervalThatIsUsed) {
   for (const int ranks : {2, 200, 300, 1024, 4096}) {
     const WatchTimes times{watch_poll(ranks)};
@@ -186,7 +186,7 @@ TEST(PeerWatch, NeighboursThatAreLostTogetherAreNamed) {
   }
   const auto named = watch.run(60);
   ASSERT_TRUE(named.has_value());
-  // The one after them, or one that waits for rank 9, whoever looks first.
+  // The one after them, or one that waits for rank 9, whichever looks first.
   EXPECT_THAT(named->why, Says("no sign of life for 6 s"));
   EXPECT_THAT(named->why, ::testing::AnyOf(StartsWith("rank 14, 15"), StartsWith("rank 9")));
 }
@@ -194,7 +194,7 @@ TEST(PeerWatch, NeighboursThatAreLostTogetherAreNamed) {
 TEST(PeerWatch, ASilentPeerIsLostOnlyWhileSomethingWaits) {
   SimulatedWatch watch(3, kRequest);
   watch.ranks[2].dies_at = at(3);
-  EXPECT_EQ(watch.run(40), std::nullopt) << "nobody waits";
+  EXPECT_EQ(watch.run(40), std::nullopt) << "no rank waits";
   watch.ranks[0].standing.waits = 1;  // for no rank in particular
   watch.ranks[0].waits_since = at(40);
   const auto named = watch.run(60);
@@ -276,8 +276,8 @@ TEST(PeerWatch, WhoHoldsUpACollectiveInRoundsIsKnownToAllWhoWait) {
   }
 }
 
-// The entries are found by hashes; only the rank that differs is asked for its words.
-TEST(PeerWatch, RanksThatIssueDifferentCollectivesAreNamedBesideEachOther) {
+// The entries are found by hashes; only the rank that differs is asked for its text.
+TEST(PeerWatch, RanksThatIssueDifferentCollectivesAreNamedTogether) {
   for (const int ranks : {2, 8, 1000}) {
     SimulatedWatch watch(ranks, kRequest);
     const int other = ranks / 2;
@@ -333,8 +333,8 @@ TEST_F(Deadlock, OfMoreRanksHasTheSameWordsOnAll) {
   EXPECT_THAT(named->why, Says("rank 2 waits in #4 on group 3, which rank 0 has not issued"));
 }
 
-// After a recovery sequences begin anew, and may look like the cycle that was there before.
-TEST_F(Deadlock, IsSuspectedAnewAfterARecovery) {
+// After a recovery sequences begin again, and may look like the cycle that was there before.
+TEST_F(Deadlock, IsSuspectedAgainAfterARecovery) {
   SimulatedStore store(kRequest);
   PeerWatch watch(store, {.rank = 0});
   Standing standing;
@@ -377,7 +377,7 @@ TEST_F(Deadlock, IsNoneWhereAnotherThreadMayIssueIt) {
   EXPECT_EQ(watch_->run(90), std::nullopt);
 }
 
-/// Of messages on group 1: hashes first, first + 1, ...
+/// Returns the hashes of messages on group 1: first, first + 1, ...
 std::vector<IssuedHashes> posted(std::uint64_t first, std::uint64_t count) {
   IssuedHashes messages{1, count, {}, /*of_messages=*/true};
   for (std::uint64_t i = 0; i < count; ++i) messages.latest.push_back(first + i);

@@ -106,7 +106,7 @@ class SimulatedWatch {
     }
   }
 
-  /// What is found until `seconds` have passed, and when; none: nothing.
+  /// Returns what is found until `seconds` have passed, and when; none: nothing.
   std::optional<Named> run(double seconds) {
     std::optional<Named> named;
     const auto end = PeerWatch::Time(std::chrono::duration_cast<PeerWatch::Time::duration>(

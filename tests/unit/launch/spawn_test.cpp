@@ -18,7 +18,7 @@ namespace {
 constexpr int kRanks = 3;
 constexpr std::chrono::seconds kPatience{60};
 
-/// Who takes the ends: nobody, what started the process, the process, another thread of it once the
+/// Which takes the ends: none, what started the process, the process, another thread of it once the
 /// ranks run.
 const std::vector<std::string> kTakers{"none", "ignored", "no wait", "ignored later"};
 
@@ -63,8 +63,9 @@ TEST(OwnSpawnProcess, DISABLED_Runs) {
   ::_exit(same ? code : 99);
 }
 
-/// Property: own spawn ends with its ranks whatever becomes of SIGCHLD: with their code, and where
-/// that is lost with a failure that says so. Naive: it waits for ever, as waitpid() finds no child.
+/// Property: own spawn ends with its ranks for every treatment of SIGCHLD: with their code, and
+/// where that is lost with a failure that says so. Naive: it waits for ever, as waitpid() finds no
+/// child.
 TEST(OwnSpawn, EndsWithItsRanksWhoeverTakesTheirEnds) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe");
   for (const std::string& taker : kTakers) {

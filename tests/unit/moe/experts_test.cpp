@@ -35,7 +35,7 @@ at::Tensor choice(std::int64_t tokens) {
   return all.repeat({(tokens + 5) / 6, 1}).narrow(0, 0, tokens);
 }
 
-/// What experts() computes, token by token and slot by slot.
+/// Computes the result of experts() token by token and slot by slot.
 at::Tensor one_by_one(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights) {
   Tensors tokens;
   for (std::int64_t t = 0; t < x.size(0); ++t) {
@@ -244,7 +244,7 @@ TEST_F(Experts, TheHostReadsOnceFromTheScoresToTheGradients) {
   }
 }
 
-// Adapters beside the products of experts, against one expert after the other in fp64.
+// Adapters with the products of experts, against one expert after the other in fp64.
 using nn::kFloat32;
 using nn::kOneBFloat16Rounding;
 
@@ -288,7 +288,7 @@ TEST_F(ExpertAdapters, EqualEachExpertAloneInFloat64WithAllGradients) {
   }
 }
 
-TEST_F(ExpertAdapters, BesideABFloat16ProductAreRoundedOnce) {
+TEST_F(ExpertAdapters, AddedToABFloat16ProductAreRoundedOnce) {
   nn::expect_equals_composite(
       adapted, adapted_one_by_one,
       {at::randn({40, 8}).to(at::kBFloat16), at::randn({40, 12}).to(at::kBFloat16),
@@ -306,7 +306,7 @@ TEST_F(ExpertAdapters, AnExpertWithoutRowsHasZerosAsGradient) {
   }
 }
 
-/// What the layer adds up to where W + scale * B A stands in W's place.
+/// Returns the sum of the layer where W + scale * B A replaces W.
 at::Tensor merged(const at::Tensor& weight, const at::Tensor& a, const at::Tensor& b,
                   nn::GroupLayout layout) {
   const at::Tensor delta = at::matmul(b, a) * kScale;
@@ -315,7 +315,7 @@ at::Tensor merged(const at::Tensor& weight, const at::Tensor& a, const at::Tenso
 
 // Frozen weights, biases, both layouts, both places of the score: what the layer computes, and the
 // gradients of tokens, scores and factors, are those of merged weights.
-TEST_F(ExpertAdapters, BesideFrozenExpertsEqualMergedWeights) {
+TEST_F(ExpertAdapters, OfFrozenExpertsEqualMergedWeights) {
   constexpr std::int64_t kNarrow = 8, kRank = 4;
   // Sums of products stay near 1, since gelu's derivative in fp32 loses digits where its input is
   // large.

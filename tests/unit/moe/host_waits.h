@@ -1,4 +1,5 @@
-// What a thread does that would wait for a device, counted: on the CPU, by the names of what runs.
+// Counts the calls of a thread that would wait for a device: on the CPU, by the names of
+// operations.
 #pragma once
 
 #include <ATen/record_function.h>
