@@ -17,7 +17,7 @@ using comm::EventSite;
 using comm::Stream;
 using comm::StreamScope;
 
-/// What is said where a block is used on one stream, given back there and taken on another one.
+/// Returns the report where a block is used on one stream, returned there and taken on another one.
 /// `between`: what happens to the pool meanwhile.
 template <class Between>
 std::string race_of_two_users(const Between& between) {
@@ -69,7 +69,7 @@ TEST(DevicePool, EachEventThatIsLeftOutIsFound) {
          {EventSite::kPoolBack, EventSite::kPoolFree, EventSite::kPoolMade}) {
       const auto left_out = without(site, end);
       const bool is_of_free = site != EventSite::kPoolBack;
-      // A block that is freed has the event of the one who gave it back: it has no record of its own.
+      // A block that is freed has the event of its last user's return: it has no record of its own.
       if (site == EventSite::kPoolFree && end == EventEnd::kRecord) continue;
       EXPECT_NE(race_of_two_users(is_of_free ? trim : keep), "") << to_string(site);
     }
@@ -139,7 +139,8 @@ TEST(DevicePool, BlocksThatAStepDoesNotNeedAreFreed) {
   EXPECT_EQ(pool.total_bytes(), 1000);
 }
 
-// Naive: a block that waits, of a size that fits nobody, is missing to who asks for the last bytes.
+// Naive: a free block of a size that fits no request is missing to a caller that asks for the last
+// bytes.
 TEST(DevicePool, WhatWaitsIsFreedBeforeTheDeviceIsFull) {
   BufferPool pool(device(2));
   const CapacityScope full(2, static_cast<std::size_t>(live_bytes(2)) + 8192);
@@ -153,7 +154,7 @@ TEST(DevicePool, WhatWaitsIsFreedBeforeTheDeviceIsFull) {
   pool.recycle(std::move(most));
 }
 
-/// What is said where a block that waits is freed for want of memory, and its memory taken again on
+/// Returns the report where a free block is freed for want of memory, and its memory taken again on
 /// another stream.
 std::string race_in_a_full_device() {
   BufferPool pool(device(2));

@@ -1,10 +1,10 @@
-// Vector clocks of streams and host threads: which launches are known to be over, and where.
+// Vector clocks of streams and host threads: which launches are known to have ended, and where.
 //
-// A stream is a slot, and a clock says for each slot how many of its launches are over. Whatever a
-// thread puts on a stream (a launch, a record, a block) comes behind what the thread has waited
-// for; an event carries the clock of its stream to another; a thread learns by waiting. Nothing
-// orders two host threads with each other: memory that one hands to another needs an event, as it
-// does between streams, unless it goes by the allocator (shadow.h).
+// A stream is a slot, and a clock says for each slot how many of its launches have ended.
+// Everything that a thread puts on a stream (a launch, a record, a block) is ordered after what the
+// thread has waited for; an event carries the clock of its stream to another; a thread learns by
+// waiting. Nothing orders two host threads with each other: memory that one hands to another needs
+// an event, as it does between streams, unless the allocator passes it on (shadow.h).
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -19,8 +19,8 @@ namespace tessera::sim {
 
 using Slot = std::int32_t;
 
-/// How many times Clocks was begun anew: what is of an earlier time is over for everybody. So tests
-/// that follow each other in a process do not pay for the streams of those before.
+/// Counts how often Clocks was restarted: launches of an earlier epoch have ended for all. So tests
+/// that follow each other in a process do not pay for the streams of earlier ones.
 std::uint64_t current_epoch();
 
 struct Clock {
@@ -36,15 +36,15 @@ bool covers(const Clock& clock, const Clock& other);
 
 /// One operation's use of some bytes.
 struct Access {
-  Slot stream = -1;  ///< -1: nobody's
+  Slot stream = -1;  ///< -1: none
   std::uint64_t launch = 0;
   const std::string* operation = nullptr;
   int rank = -1;
 };
-/// Whether whoever has this clock comes behind the access.
+/// Whether an owner of this clock is ordered after the access.
 bool is_over(const Clock& clock, const Access& access);
 
-/// Threads: whoever holds the simulator's mutex, but for of_this_thread().
+/// Threads: the holder of the simulator's mutex, except for of_this_thread().
 class Clocks {
  public:
   /// Made on first sight, and never shared: two groups on one stream would hide a missing event.
@@ -53,17 +53,17 @@ class Clocks {
   std::vector<Slot> slots_of(c10::DeviceIndex device) const;
   const Clock& of(Slot slot) const { return streams_.at(index(slot)).clock; }
 
-  /// The number of the launch. It comes behind all that this thread has waited for.
+  /// Returns the number of the launch. It is ordered after all that this thread has waited for.
   std::uint64_t launch(Slot slot);
-  /// What an event carries that is recorded now.
+  /// Returns the clock of an event that is recorded now.
   Clock record(Slot slot);
-  /// Later launches come behind the event's.
+  /// Orders later launches after the event's.
   void block(Slot slot, const Clock& event);
 
   /// Forgets all streams. Slots, launches and events of before are over for every thread.
   void restart();
 
-  /// What this thread has waited for.
+  /// The clock of this thread: everything that it has waited for.
   static Clock& of_this_thread();
 
  private:

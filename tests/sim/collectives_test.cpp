@@ -1,5 +1,5 @@
-// Groups of tensors on devices: the bits of the CPU, and an order of streams that is neither missing
-// nor more than is asked for.
+// Groups of tensors on devices: the bits of the CPU, and an order of streams that has no gap and is
+// not stricter than requested.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -102,7 +102,7 @@ TEST(DeviceGroupEvents, EachThatIsLeftOutIsFound) {
 
 using DeviceGroupDeathTest = testing::Test;
 
-// What goes out over Gloo is read by the host, where the kernel finds that the page is unreadable.
+// The host reads what is sent over Gloo, and the kernel finds that the page is unreadable.
 TEST(DeviceGroupDeathTest, AnEarlyReadByGlooIsFound) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   // Either rank may end, or both, on threads of Gloo as well: the first one names the error.
@@ -143,7 +143,8 @@ TEST(DeviceGroupEvents, AMissingWaitIsFound) {
               Says("mul"));
 }
 
-// The compute of a rank goes on while its group is at work: only wait() lets it come behind.
+// The compute of a rank continues while its group works: only wait() orders it after the
+// collective.
 TEST(DeviceGroupEvents, IssuingHoldsUpNeitherHostNorStream) {
   on_ranks({2, "sim"}, [](World& world) {
     const auto group = world.group(comm::all_ranks(2), "reduce");
@@ -174,7 +175,7 @@ TEST(DeviceGroupEvents, WhoLetsGoOfACollectiveComesBehindIt) {
             "");
 }
 
-// Naive: the memory is free once the last rank has come and nobody holds it on the host, and the
+// Naive: the memory is free once the last rank has come and the host holds no reference, and the
 // collective still reads it.
 TEST(DeviceGroupEvents, MemoryOfWhoLetsGoBeforeAllHaveComeIsFreeBehindIt) {
   for (const std::string device : {"sim", "sim:0"}) {
@@ -213,7 +214,7 @@ TEST(DeviceGroups, OfTheSameRanksShareAStreamAndMessagesHaveNone) {
     EXPECT_NE(stream, Stream::current(world.device()));
     const int first = world.rank() / 2 * 2;
     EXPECT_NE(world.group({first, first + 1}, "gather")->stream(), stream);
-    EXPECT_FALSE(world.group({world.rank()}, "gather")->stream()) << "nobody to wait for";
+    EXPECT_FALSE(world.group({world.rank()}, "gather")->stream()) << "no rank to wait for";
     for (const char* purpose : {"data", "stages", "control", "shard control"}) {
       EXPECT_FALSE(world.group(everyone, purpose)->stream()) << purpose;
     }
@@ -239,7 +240,7 @@ TEST(DeviceGroups, TheQueueIssuesOnTheSubmittingThread) {
   });
 }
 
-// Naive: a group counts what it issues, and the host's waits are a list, that two threads tear apart.
+// Naive: a group counts what it issues, and the host's waits are a list, which two threads corrupt.
 TEST(DeviceGroups, TwoThreadsOfARankSubmitOneAfterTheOther) {
   on_ranks({2, "sim"}, [](World& world) {
     const auto group = world.group(comm::all_ranks(2), "reduce");
@@ -263,7 +264,7 @@ TEST(DeviceGroups, TwoThreadsOfARankSubmitOneAfterTheOther) {
   });
 }
 
-// Naive: it is kept for who waits, and whoever submits before that hears of a lost rank.
+// Naive: the error is kept for the wait, and a rank that submits before that hears of a lost rank.
 TEST(DeviceGroups, MemoryThatRunsOutAsOneIsIssuedIsSaidAsThatAndAtOnce) {
   on_ranks({2, "sim"}, [](World& world) {
     const auto group = world.group(comm::all_ranks(2), "gather");

@@ -38,7 +38,7 @@ inline comm::Batch batch_of(std::vector<comm::Op> ops, const std::string& unit =
   return batch;
 }
 
-/// What the ranks of a program draw alike, and what each draws for itself.
+/// Draws that are the same on all ranks of a program, and draws of each rank.
 class Draws {
  public:
   Draws(std::uint64_t seed, const World& world)

@@ -63,13 +63,13 @@ TEST(Events, WhoAsksAgainAndAgainWaits) {
   at::zeros({4}, on(0));
   const c10::Event next = recorded_on(current(0));
   for (int i = 0; i < 1000; ++i) {
-    EXPECT_FALSE(next.query()) << "whoever goes on in between does not wait";
+    EXPECT_FALSE(next.query()) << "a thread that continues in between does not wait";
     event.block(current(0));
   }
   set_done(Done::kAtOnce);
 }
 
-// What waits for a stalled stream stalls with it; what does not, goes on.
+// Work that waits for a stalled stream stalls with it; other work continues.
 TEST(Events, AHeldStreamHoldsWhatWaitsForIt) {
   const c10::Stream stalled = new_stream(0), waiting = new_stream(0), other = new_stream(0);
   const auto work_on = [](const c10::Stream& stream) {

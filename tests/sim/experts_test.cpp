@@ -23,7 +23,7 @@ using Tensors = std::vector<at::Tensor>;
 
 constexpr std::int64_t kExperts = 6, kHidden = 16, kInner = 24;
 
-/// [tokens, 2], ascending; nobody chooses expert 4.
+/// Returns [tokens, 2], ascending; no token chooses expert 4.
 at::Tensor choice(std::int64_t tokens) {
   const at::Tensor token = at::arange(tokens, at::kLong);
   const at::Tensor first = token.remainder(3);
@@ -123,7 +123,7 @@ TEST(ExpertsOnDevices, AreThoseOfFp64OnTheCpu) {
 }
 
 // Products of bf16 that read nothing, and of fp32, for which the host reads once.
-TEST(ExpertsOnDevices, AdaptersBesideThemAreThoseOfFp64OnTheCpu) {
+TEST(ExpertsOnDevices, AdaptersOfThemAreThoseOfFp64OnTheCpu) {
   comm::use_device(sim::device(0));
   for (const std::int64_t tokens : {1, 37}) {
     Inputs inputs = inputs_of(tokens, at::kBFloat16, /*bias=*/false);
@@ -139,7 +139,7 @@ TEST(ExpertsOnDevices, AdaptersBesideThemAreThoseOfFp64OnTheCpu) {
     wide.grad = wide.grad.to(at::kDouble);
     const Ran expected = run(wide, at::kCPU), found = run(inputs, sim::device(0));
     EXPECT_EQ(found.reads, 1);
-    // As above, with one sum more beside each product.
+    // As above, with one more sum for each product.
     for (std::size_t i = 0; i < found.results.size(); ++i) {
       nn::expect_close(found.results[i], expected.results[i], {8.0 / 256, 8.0 / 256},
                        "result " + std::to_string(i) + " of " + std::to_string(tokens));
@@ -214,7 +214,8 @@ TEST(ExpertsOnDevices, CombiningBackMakesOneTensorOfRowsAtATime) {
   EXPECT_LT(sim::peak_bytes(0) - before, bytes + bytes / 2);
 }
 
-// Where nobody waits, scores that are not finite are told when the step's values are read.
+// Where the host does not wait, scores that are not finite are reported when the step's values are
+// read.
 TEST(ExpertsOnDevices, ScoresThatAreNotFiniteAreNotedForWhoReadsAnyway) {
   comm::use_device(sim::device(0));
   const Inputs inputs = inputs_of(4, at::kBFloat16, false);

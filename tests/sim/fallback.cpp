@@ -38,7 +38,7 @@ bool is_one_of(std::string_view name, const std::array<std::string_view, N>& nam
 /// "add_" of "add_.Tensor".
 std::string_view base_name(std::string_view name) { return name.substr(0, name.find('.')); }
 
-/// The operations that CUDA lets take a number on the host beside those that work by element.
+/// The operations, except elementwise ones, that CUDA lets take a number on the host.
 bool takes_numbers_of_host(const c10::OperatorHandle& operation, std::string_view name) {
   constexpr std::array<std::string_view, 8> kNames{"masked_fill",  "masked_fill_", "where",
                                                    "fill_",        "index_fill",   "index_fill_",
@@ -169,13 +169,13 @@ class Call {
       // ATen's own form of a number that was given as one.
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) continue;
       TORCH_CHECK(tensor.dim() == 0 && takes_numbers_of_host(operation_, name_), "sim: ", name_,
-                  ": found a tensor of the host ", tensor.sizes(), " beside one on ", device(),
+                  ": found a tensor of the host ", tensor.sizes(), " with one on ", device(),
                   ", expected all on one device as CUDA does; copy it there first");
     }
   }
 
-  /// What draws from the device's generator is refused, or gets one whose numbers follow from its
-  /// state.
+  /// Refuses an operation that draws from the device's generator, or gives it one whose numbers
+  /// follow from its state.
   void draw() {
     if (!operation_.hasTag(at::Tag::nondeterministic_seeded) || draws_nothing()) return;
     const auto generator = draw_from(device().index());
@@ -201,7 +201,7 @@ class Call {
     // Its fast kernel takes bfloat16 alone; what replaces it loops over offsets on the host.
     if (name_ == "_grouped_mm") return accessed_[0].tensor.scalar_type() != at::kBFloat16;
     if (name_ == "_index_put_impl_") {
-      const auto is_mask = [](const Accessed& each) {
+      const auto is_mask = [](const TensorAccess& each) {
         return each.tensor.scalar_type() == at::kBool || each.tensor.scalar_type() == at::kByte;
       };
       // Behind itself and the indices come the values, which may be numbers of the host.
@@ -270,7 +270,7 @@ class Call {
   std::optional<c10::DeviceIndex> device_;
   std::vector<Given> given_;
   std::vector<at::Tensor> of_host_;
-  std::vector<Accessed> accessed_;
+  std::vector<TensorAccess> accessed_;
   bool uploads_ = false;
 };
 

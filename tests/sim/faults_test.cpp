@@ -1,5 +1,5 @@
-// Each fault that a GPU shows now and then, planted: found, every time, beside the correct program
-// that reports nothing.
+// Each fault that a GPU shows now and then, planted: it is found every time, and the correct
+// program next to it reports nothing.
 #include <ATen/ATen.h>
 
 #include <latch>
@@ -14,8 +14,8 @@ namespace {
 
 enum class Plant { kNothing, kNoRecord, kNoBlock };
 
-/// A stream of its own fills what the current one made, and the current one reads it.
-void fill_beside(Plant before, Plant after) {
+/// A separate stream fills what the current one made, and the current one reads it.
+void fill_and_read(Plant before, Plant after) {
   const c10::Stream compute = current(0), gather = new_stream(0);
   const auto order = [](const c10::Stream& waiting, const c10::Stream& other, Plant plant) {
     c10::Event event(c10::DeviceType::PrivateUse1);
@@ -30,21 +30,21 @@ void fill_beside(Plant before, Plant after) {
 }
 
 TEST(Faults, EventsThatAreRecordedAndWaitedForOrder) {
-  EXPECT_EQ(race_of([] { fill_beside(Plant::kNothing, Plant::kNothing); }), "");
+  EXPECT_EQ(race_of([] { fill_and_read(Plant::kNothing, Plant::kNothing); }), "");
 }
 
 TEST(Faults, AMissingRecordIsFound) {
-  EXPECT_THAT(race_of([] { fill_beside(Plant::kNoRecord, Plant::kNothing); }),
+  EXPECT_THAT(race_of([] { fill_and_read(Plant::kNoRecord, Plant::kNothing); }),
               Says("fill_.Scalar writes on sim:0 stream ", " what zero_ ",
                    "writes on sim:0 stream 0: nothing orders the two"));
-  EXPECT_THAT(race_of([] { fill_beside(Plant::kNothing, Plant::kNoRecord); }),
+  EXPECT_THAT(race_of([] { fill_and_read(Plant::kNothing, Plant::kNoRecord); }),
               Says("reads on sim:0 stream 0 what fill_.Scalar writes on sim:0 stream ",
                    "record an event behind the one"));
 }
 
 TEST(Faults, AMissingBlockIsFound) {
-  EXPECT_THAT(race_of([] { fill_beside(Plant::kNoBlock, Plant::kNothing); }), Says("race: "));
-  EXPECT_THAT(race_of([] { fill_beside(Plant::kNothing, Plant::kNoBlock); }), Says("race: "));
+  EXPECT_THAT(race_of([] { fill_and_read(Plant::kNoBlock, Plant::kNothing); }), Says("race: "));
+  EXPECT_THAT(race_of([] { fill_and_read(Plant::kNothing, Plant::kNoBlock); }), Says("race: "));
 }
 
 // An event stands where it was recorded last, not where it was made.

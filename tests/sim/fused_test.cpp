@@ -1,4 +1,4 @@
-// What layers compute on a device with its own kernels (kernels/fused), forward and backward, against
+// Results of layers on a device with its own kernels (kernels/fused), forward and backward, against
 // their composite forms in fp64 on the CPU.
 #include <ATen/DeviceAccelerator.h>
 
@@ -169,7 +169,7 @@ TEST_P(OnDevices, CrossEntropyIgnoresWhatItIsToldTo) {
   for (const at::Tensor& drawn : {near, far}) {
     for (const Logits use : {Logits::kKeep, Logits::kConsume}) {
       expect_close_to_fp64(
-          // What backward writes over is a tensor of its own.
+          // Backward overwrites a separate tensor.
           [&](const Tensors& in) {
             return cross_entropy_sum(in[0] * 1, targets.to(in[0].device()), use);
           },
@@ -204,8 +204,8 @@ TEST_P(OnDevices, CrossEntropyInBlocksIsThatOfOne) {
   }
 }
 
-// As experts call it: the ends of groups lie on the device, and where its kernel of groups takes the
-// products nobody else knows them.
+// As experts call it: the ends of groups are on the device, and where its kernel of groups computes
+// the products no other code knows them.
 TEST_P(OnDevices, GroupedProductsAreThoseOfALoop) {
   for (const GroupOffsets& begins :
        {GroupOffsets{0, 32, 64, 96}, {0, 4, 4, 9}, {0, 0, 17, 50}, {0, 37, 37, 37}}) {
@@ -234,7 +234,8 @@ TEST_P(OnDevices, GroupedProductsAreThoseOfALoop) {
   }
 }
 
-// What adapters leave frozen: the rest has the bits that it has beside a gradient of the weight.
+// Parameters that adapters freeze: the other gradients have the bits that they have with a gradient
+// of the weight.
 TEST_P(OnDevices, FrozenNormsLeaveTheOtherGradientsAsTheyAre) {
   Rope rope({}, 8);
   const RopeTable table = rope.table(5, dtype(), device());
@@ -254,8 +255,8 @@ TEST_P(OnDevices, FrozenNormsLeaveTheOtherGradientsAsTheyAre) {
   EXPECT_TRUE(at::equal(gradient_of_x(false), gradient_of_x(true)));
 }
 
-// The numbers are the host's (whose generator has known answers), from inside a block of columns, too;
-// in several blocks of rows they are those of one.
+// The numbers are the host's (whose generator has known answers), also from inside a block of
+// columns; in several blocks of rows they are those of one.
 TEST_P(OnDevices, DropoutDropsWhatTheHostDrops) {
   const DropoutDraw draws[] = {{0.0, 1, 0, 0},
                                {0.05, 0xFFFFFFFFFFFFFFFF, 0, 0},

@@ -37,7 +37,7 @@ c10::Stream stream_of(c10::DeviceIndex index, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, device(index), id);
 }
 
-/// What an event's handle points to from its first record on.
+/// The object to which an event's handle points from its first record on.
 struct Event {
   Mark mark;
 };

@@ -14,7 +14,7 @@ void register_guard(int devices);
 int device_count();
 c10::DeviceIndex current_device();
 c10::DeviceIndex exchange_device(c10::DeviceIndex index);
-/// Of this thread on that device.
+/// Returns this thread's current stream of that device.
 c10::Stream current_stream(c10::DeviceIndex index);
 
 }  // namespace tessera::sim

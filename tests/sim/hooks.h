@@ -1,4 +1,4 @@
-// What libtorch asks of a device beside streams and memory, and the device's random numbers.
+// The rest of the device for libtorch, besides streams and memory, and the device's random numbers.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -47,7 +47,7 @@ struct Attached {
   const std::shared_ptr<HostWaits> waits;
 };
 
-/// What is said by a wait that ends in vain.
+/// Returns the error of a wait that ends in vain.
 std::string lost_rank_of(const std::function<void()>& act) {
   try {
     act();
@@ -107,7 +107,7 @@ TEST_P(HostRead, WaitsForWhatItsStreamWaitsFor) {
   expect_same_bits(comm::read_on_host(values, "values"), at::full({1000}, 3.0F), "values");
 }
 
-// Naive: the copies come behind whatever the caller has launched meanwhile.
+// Naive: the copies are ordered after everything that the caller has launched meanwhile.
 TEST_P(HostRead, OnAStreamApartWaitsForWhatMadeItsValuesAlone) {
   const auto expected = mixed(at::kCPU), tensors = mixed(device(0));
   const Stream here = Stream::current(device(0)), apart = Stream::make(device(0));
@@ -168,7 +168,7 @@ TEST_P(HostRead, SaysWhereNoCollectiveIsUnderWay) {
   EXPECT_EQ(world.board->standing().waits, 0);
 }
 
-// What the failure watch sees of it, and how it ends a wait.
+// The failure watch sees the wait, and ends it.
 TEST_P(HostRead, StandsOnTheWaitBoardUntilTheWorldIsAborted) {
   const at::Tensor values = at::zeros({8}, on(0));
   const HeldStream held(current(0));
@@ -206,7 +206,7 @@ TEST_P(HostRead, AFailedWorldThatHasGoneSaysNothing) {
   expect_same_bits(comm::read_on_host(values, "values"), at::full({8}, 3.0F), "values");
 }
 
-/// What the failure watch of a rank says first of its device; nothing else is wrong.
+/// The first report of a rank's failure watch about its device; nothing else is wrong.
 class WatchedDevice {
  public:
   explicit WatchedDevice(const Attached& world) {
@@ -244,7 +244,7 @@ class Collectives {
  public:
   explicit Collectives(const Attached& world) : world_(world) {}
 
-  /// What the rank computes from now on comes behind it only if it is waited for.
+  /// The rank's later computation is ordered after it only if it is waited for.
   Event launch(const std::string& unit, std::function<std::string()> error = {}) {
     comm::Launching launching(world_.waits, work(unit, std::move(error)));
     run_on(stream.get(), [] { at::zeros({1}, on(0)); });
@@ -305,8 +305,8 @@ TEST(StalledDevice, IsNamedWhereTheCollectiveItselfIsNotLaunched) {
   EXPECT_THAT(watched.first_word(), Says("for 0.05 s, where all_gather of layers.1 (#1"));
 }
 
-// Naive: a collective is known once it is waited for, and a gather that was issued ahead and stalls is
-// blamed on the first one that is waited for.
+// Naive: a collective is known once it is waited for, and the error for a gather that was issued
+// ahead and stalls names the first one that is waited for.
 TEST(StalledDevice, IsTheOneThatWasIssuedFirstAndNotTheOneThatIsWaitedForFirst) {
   const Attached world(std::chrono::milliseconds(20));
   Collectives collectives(world);
@@ -333,12 +333,12 @@ TEST(StalledDevice, IsNoneWhoseCollectivesGoOnEnding) {
       held.reset();
     }
   });
-  EXPECT_TRUE(watched.is_silent_for(300));  // of at least 2 ms each
+  EXPECT_TRUE(watched.is_silent_for(300));  // at least 2 ms each
   over = true;
   rank.join();
 }
 
-// Whoever reads says what it reads.
+// The thread that reads says what it reads.
 TEST(StalledDevice, IsLeftToTheThreadThatReads) {
   const Attached world(std::chrono::milliseconds(500));
   Collectives collectives(world);
@@ -384,7 +384,7 @@ TEST(HostReadDeathTest, ItsEventIsFoundIfItIsLeftOut) {
     const at::Tensor values = at::full({5000}, 3.0, on(0));
     comm::order(Stream::current(device(0)), apart, EventSite::kIssue);
     const at::Tensor read = comm::read_on_host({values}, "values", apart).front();
-    const volatile float first = read.const_data_ptr<float>()[0];  // read, whoever wants it
+    const volatile float first = read.const_data_ptr<float>()[0];  // the value is not used
     return first;
   };
   for (const Stream& apart : {Stream(), Stream::make(device(0))}) {

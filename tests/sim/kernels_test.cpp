@@ -1,6 +1,6 @@
-// Every function of the kernels' list on a simulated device: the bits of the same implementations on
-// the CPU (test_hooks::kernels_of_devices), no host pointer into device memory, and no view that the
-// device does not know.
+// Every function of the kernels' list on a simulated device: the bits of the same implementations
+// on the CPU (test_hooks::kernels_of_devices), no host pointer into device memory, and no view that
+// the device does not know.
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
@@ -225,9 +225,9 @@ TEST(KernelsOnSim, TheWholeListHasItsBitsOfTheCpu) {
 #undef TESSERA_LISTED
 }
 
-/// What a kernel makes beside what it is given, at its peak.
+/// Returns the peak of the memory that a kernel takes in addition to its arguments.
 template <class Kernel>
-std::int64_t bytes_beside(const Kernel& kernel) {
+std::int64_t extra_bytes(const Kernel& kernel) {
   at::getDeviceAllocator(c10::DeviceType::PrivateUse1)->resetPeakStats(0);
   const std::int64_t before = live_bytes(0);
   kernel();
@@ -243,7 +243,7 @@ TEST(KernelsOnSim, QuotientsAreFormedInParts) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     for (const double factor : {3.0, 0.1}) {
       const at::Tensor result = at::empty({kOfBucket}, on(0, dtype));
-      const auto bytes = bytes_beside([&] { kernels::divide_into(result, sum, factor); });
+      const auto bytes = extra_bytes([&] { kernels::divide_into(result, sum, factor); });
       // A division of fp32 is one.
       const bool alike = dtype == at::kFloat && factor == 3.0;
       EXPECT_LE(bytes, alike ? 1024 : 10 * 8 * kAtATime) << dtype << " over " << factor;
@@ -261,7 +261,7 @@ TEST(KernelsOnSim, SumsOverRanksAreFormedInParts) {
     }
     const at::Tensor result = at::zeros({kOfBucket}, on(0));
     for (const bool adds : {false, true}) {
-      const auto bytes = bytes_beside([&] { kernels::sum_in_rank_order(addends, result, adds); });
+      const auto bytes = extra_bytes([&] { kernels::sum_in_rank_order(addends, result, adds); });
       EXPECT_LE(bytes, 3 * 4 * kAtATime) << dtype << (adds ? ", added" : "");
     }
   }

@@ -1,8 +1,9 @@
 // Copies between host and device that are on their way until a host thread has waited for them.
 //
-// One to the host shows its target as NaN until it lands (integers with every bit turned, truths as
-// untruths), and as unreadable where it is pinned: so code that reads too early fails each time. One from pinned memory is checked when it lands: a GPU
-// reads the source somewhere between the two.
+// A copy to the host shows its target as NaN until it lands (integers with every bit turned,
+// booleans negated), and as unreadable where it is pinned: so code that reads too early fails each
+// time. A copy from pinned memory is checked when it lands: a GPU reads the source at some time
+// between the two.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,10 +15,11 @@
 
 namespace tessera::sim {
 
-/// Threads: whoever holds the simulator's mutex.
+/// Threads: the holder of the simulator's mutex.
 class LateCopies {
  public:
-  /// What has landed, to be let go without the mutex: tensors free memory of the simulator.
+  /// Copies that have landed, to be destroyed without the mutex: tensors free memory of the
+  /// simulator.
   struct Landed {
     std::vector<at::Tensor> tensors;
     std::vector<std::string> changed;  ///< a report for each source that was written too early

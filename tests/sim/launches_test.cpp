@@ -1,5 +1,5 @@
-// What a layer launches on a device, and where the host waits: differences between models of more and
-// of fewer layers, so that embedding and head are left out.
+// Launches of a layer on a device, and the places where the host waits: differences between models
+// of more and of fewer layers, so that embedding and head are left out.
 #include <ATen/ATen.h>
 
 #include <sstream>
@@ -34,7 +34,7 @@ struct PassCounts {
   Counts forward, backward;
 };
 
-/// Of the second pass: the first one makes the tables of rope.
+/// Counts the second pass: the first one makes the tables of rope.
 PassCounts counts_of(const ModelSpec& spec) {
   models::Decoder model(spec);
   nn::materialize(model);
@@ -109,7 +109,7 @@ TEST(Launches, ALayerOfExpertsOnItsOwnRankLetsNobodyWait) {
   EXPECT_EQ(counts.backward.waits.size(), 0U) << text_of(counts.backward.waits);
 }
 
-// What attention reads is where projections and rope have written it.
+// Attention reads the tensors of projections and rope without a copy.
 TEST(Launches, AttentionCopiesNothing) {
   const PassCounts counts = of_one_layer(models::small(Family::kLlama));
   EXPECT_EQ(counts.forward.launches.at("_scaled_dot_product_flash_attention"), 1);

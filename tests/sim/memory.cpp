@@ -296,7 +296,7 @@ void* for_kernels(const void* pointer) {
   return as_seen_by_kernels + (static_cast<const char*>(pointer) - as_seen_by_tensors);
 }
 
-// What tests see (sim.h).
+// Functions for tests (sim.h).
 
 CapacityScope::CapacityScope(int device, std::size_t bytes)
     : device_(device), before_(memory_of_devices().set_capacity(device, bytes)) {}

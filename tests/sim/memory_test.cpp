@@ -1,4 +1,4 @@
-// Memory of the simulated device and of the host beside it.
+// Memory of the simulated device, and the host's.
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
@@ -35,7 +35,7 @@ TEST(Memory, ABlockBelongsToTheCurrentDeviceAndStream) {
   EXPECT_EQ(at::empty({4}, on(3)).device(), device(3));
 }
 
-// Until a thread has waited for the stream nobody knows that it is done: the block stays away, and
+// Until a thread has waited for the stream it is not known to be done: the block stays away, and
 // nothing that is launched waits for anything.
 TEST(Memory, RecordedStreamsHoldABlockBackAndOrderNothing) {
   const c10::Stream other = new_stream(0);
@@ -74,7 +74,7 @@ TEST(Memory, WhatIsHeldAndWhatWasIsCounted) {
   EXPECT_EQ(allocator->getDeviceStats(1).allocated_bytes[0].peak, peak_bytes(1));
 }
 
-// As a step reports it: what one stream has freed is nobody's, but it is still taken of the device.
+// As a step reports it: memory that one stream has freed has no owner, but still counts as taken.
 TEST(Memory, WhatTensorsHeldIsNotWhatTheAllocatorTook) {
   constexpr std::int64_t kBytes = std::int64_t{3} << 20;
   c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->emptyCache();
@@ -195,7 +195,7 @@ TEST(Memory, LateCopiesOverOnePlaceLandInOrder) {
   EXPECT_EQ(host.sum().item<float>(), 10000);
 }
 
-// As a pool lends it: memory that a view's storage shows and does not own.
+// As a pool gives it: memory that a view's storage shows and does not own.
 TEST(Memory, StoragesShowMemoryOfOthersUntilItIsTakenAway) {
   const at::Tensor flat = at::arange(8, on(0));
   c10::Storage shown(c10::Storage::use_byte_size_t{}, flat.nbytes(),
@@ -204,7 +204,7 @@ TEST(Memory, StoragesShowMemoryOfOthersUntilItIsTakenAway) {
       c10::Storage(shown), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), flat.dtype());
   view.unsafeGetTensorImpl()->set_storage_offset(2);
   view.unsafeGetTensorImpl()->set_sizes_contiguous({2, 3});
-  view.record_stream(new_stream(0));  // nobody's block: passed over, as on a GPU
+  view.record_stream(new_stream(0));  // a block without an owner: passed over, as on a GPU
   EXPECT_EQ(view.sum().item<float>(), 2 + 3 + 4 + 5 + 6 + 7);
   at::Tensor parameter = at::zeros({2, 3}).requires_grad_(true);  // made on the CPU
   parameter.set_data(view);

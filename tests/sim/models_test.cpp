@@ -1,5 +1,5 @@
-// Whole models on a simulated device, beside transformers (tests/golden/data), and bit for bit beside
-// the CPU that takes a device's choice of kernels.
+// Whole models on a simulated device, compared with transformers (tests/golden/data), and bit for
+// bit with a run on the CPU that takes a device's choice of kernels.
 
 #include <optional>
 

@@ -2,8 +2,8 @@
 // their bytes meet, one of them writes, and nothing orders them. The report names both: operation,
 // stream and rank.
 //
-// What lies where is counted here byte by byte, what orders them is known from how it was drawn.
-// Whole programs of a few operations: random_programs_test.cpp.
+// The places of the bytes are counted here one by one, and the order is known from how it was
+// drawn. Whole programs of a few operations: random_programs_test.cpp.
 #include <ATen/ATen.h>
 
 #include <bitset>
@@ -104,7 +104,7 @@ const std::vector<Operation>& operations() {
   return *all;
 }
 
-/// What is there between the two, in the host's order.
+/// The operations between the two, in the host's order.
 enum class Between {
   kNothing,
   kEvent,
@@ -135,7 +135,8 @@ class Draw {
     return all[static_cast<std::size_t>(below(static_cast<std::int64_t>(std::size(all))))];
   }
 
-  /// Of up to three dims with any strides, also 0, in any dtype; of few elements in many places.
+  /// Draws a view of up to three dims with any strides, also 0, in any dtype; mostly of few
+  /// elements.
   View view(const at::Tensor& storage) {
     constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kDouble, at::kLong,
                                           at::kByte};

@@ -1,5 +1,5 @@
-// Messages of tensors on devices: the bits that were sent, in whatever order both ends post, wait and
-// let go, and an order of streams that is neither missing nor more than is asked for.
+// Messages of tensors on devices: the bits that were sent, for any order in which both ends post,
+// wait and let go, and an order of streams that has no gap and is not stricter than requested.
 #include "comm/p2p.h"
 
 #include <ATen/ATen.h>
@@ -213,7 +213,7 @@ TEST(DeviceMessageEvents, AMissingWaitIsFound) {
   }
 }
 
-// Naive: the memory is free as soon as nobody holds it on the host, and the message still reads it.
+// Naive: the memory is free as soon as the host holds no reference, and the message still reads it.
 TEST(DeviceMessageEvents, WhoLetsGoOfAMessageComesBehindIt) {
   for (const bool buffers : {false, true}) {
     const test_hooks::Set buffered(test_hooks::buffered_messages, [&] { return buffers; });
@@ -255,7 +255,7 @@ TEST(DeviceMessageEvents, WhoLetsGoOfAMessageComesBehindIt) {
   }
 }
 
-// The stream of who sends stands still: neither host does, and who receives goes on up to its wait.
+// The sender's stream is held: neither host is, and the receiver continues up to its wait.
 TEST(DeviceMessages, HoldUpNoHost) {
   on_ranks({2, "sim"}, [](World& world) {
     const auto p2p = p2p_of_all(world);
@@ -277,7 +277,7 @@ TEST(DeviceMessages, HoldUpNoHost) {
     EXPECT_FALSE(end.done());
     comm::barrier(world.control(), "both have seen it");
     held.reset();
-    comm::barrier(world.control(), "it goes on");
+    comm::barrier(world.control(), "it continues");
     EXPECT_EQ(comm::read_on_host(x, "x").sum().item<float>(), 4.0F);
     EXPECT_TRUE(transfer->done());
   });

@@ -98,8 +98,8 @@ void forbid(const at::Tensor& tensor, bool unreadable) {
   char* const block_end = memory().end_of_block(first);
   const auto storage_end =
       static_cast<const char*>(tensor.storage().data()) + tensor.storage().nbytes();
-  // What lies behind a block's last byte is nobody's; behind a view of a part of it (from_blob) lies
-  // the next part.
+  // The memory after a block's last byte has no owner; after a view of a part of it (from_blob)
+  // comes the next part.
   const bool whole = tensor.storage().data_ptr().get_deleter() == memory().raw_deleter();
   char* const end = whole && last == storage_end ? block_end : last;
   const auto begin = in_pages(reinterpret_cast<std::uintptr_t>(first));

@@ -11,8 +11,8 @@ namespace tessera::sim {
 c10::Allocator& pinned_memory();
 bool is_pinned(const void* pointer);
 
-/// The whole pages that are the tensor's alone, unreadable or readable again; nothing where the
-/// tensor is not pinned. Threads: whoever holds the simulator's mutex.
+/// Makes the whole pages that only the tensor uses unreadable, or readable again; does nothing
+/// where the tensor is not pinned. Threads: the holder of the simulator's mutex.
 void forbid(const at::Tensor& tensor, bool unreadable);
 
 }  // namespace tessera::sim

@@ -2,10 +2,10 @@
 // with memory that is freed and taken again: the simulator reports a race at the very operation at
 // which a reference finds the first unordered pair.
 //
-// The reference is another way to the same answer: it orders whole operations by a graph (a stream's
-// own order, record to block, record or stream to a host's wait, a wait to what its thread does
-// later, what a thread has waited for to who takes what it frees), takes the transitive closure,
-// and compares sets of elements.
+// The reference finds the same answer in another way: it orders whole operations by a graph (a
+// stream's own order, record to block, record or stream to a host's wait, a wait to what its thread
+// does later, what a thread has waited for to the next owner of what it frees), takes the
+// transitive closure, and compares sets of elements.
 #include <ATen/ATen.h>
 
 #include <bitset>
@@ -212,7 +212,7 @@ class Reference {
     // A wait knows what its thread knew, and a launch what its thread has waited for.
     behind(last_wait_[step.thread]);
     if (step.what == Do::kRenew) {
-      // Whoever gets the memory gets it after what this thread has waited for.
+      // The next owner gets the memory after what this thread has waited for.
       for (std::size_t i = 0; i < here; ++i) {
         if (!node.before.test(i)) continue;
         std::erase_if(nodes_[i].uses,

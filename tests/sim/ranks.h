@@ -55,7 +55,7 @@ inline std::string race_on_ranks(const Where& where, const std::function<void(Wo
   try {
     on_ranks(where, body);
   } catch (const Race&) {
-  } catch (const comm::LostRank&) {  // of a rank whose peer had the race
+  } catch (const comm::LostRank&) {  // a rank whose peer had the race
   }
   settle();
   const std::vector<std::string> races = take_races();

@@ -65,7 +65,7 @@ TEST(RankDevices, GlooCarriesThemToo) {
   });
 }
 
-/// What a program prints, and its exit code.
+/// Returns what a program prints, and its exit code.
 std::pair<std::string, int> run_program(const std::string& command) {
   FILE* const program = ::popen((command + " 2>&1").c_str(), "r");
   std::string text;
@@ -120,8 +120,8 @@ TEST(RankDevices, AThreadOfTheUsersJoinsItsRank) {
   });
 }
 
-// Naive: autograd's one thread of the device runs rank 0's backward, which waits there for rank 1's,
-// which waits for the thread.
+// Naive: autograd's one thread of the device runs rank 0's backward, which waits there for rank
+// 1's, which waits for the thread.
 TEST(RankDevices, BackwardsOfRanksThatShareOneWaitForEachOther) {
   on_ranks({2, "sim:0"}, [](World& world) {
     const auto rank_thread = std::this_thread::get_id();

@@ -1,4 +1,5 @@
-// What CUDA refuses is refused here, too: it would pass on the CPU and fail on the first GPU.
+// Operations that CUDA refuses are refused here, too: they would pass on the CPU and fail on the
+// first GPU.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -39,13 +40,13 @@ TEST(Refusals, AllowedDrawsFollowFromTheStateAndMoveIt) {
   EXPECT_EQ(state.device(), at::kCPU) << "keeping a state does not make the host wait";
 }
 
-TEST(Refusals, TensorsOfTheHostBesideThoseOfTheDevice) {
+TEST(Refusals, TensorsOfTheHostWithThoseOfTheDevice) {
   const at::Tensor here = at::ones({2, 2}, on(0)), host = at::ones({2, 2});
-  const std::string expected = "found a tensor of the host [2, 2] beside one on sim:0";
+  const std::string expected = "found a tensor of the host [2, 2] with one on sim:0";
   EXPECT_THAT(refusal_of([&] { here + host; }), Says("devices, sim:0 and cpu"));
   EXPECT_THAT(refusal_of([&] { here.add_(host); }), Says("devices, sim:0 and cpu"));
   EXPECT_THAT(refusal_of([&] { here.masked_fill_(host > 0, 1); }),
-              Says("found a tensor of the host [2, 2] beside one on sim:0"));
+              Says("found a tensor of the host [2, 2] with one on sim:0"));
   EXPECT_THAT(refusal_of([&] { at::mm(here, host); }), Says(expected));
   EXPECT_THAT(refusal_of([&] { at::cat({here, host}); }), Says(expected));
   EXPECT_THAT(refusal_of([&] { at::where(here > 0, here, host); }), Says(expected));
@@ -90,7 +91,7 @@ TEST(Refusals, WhatOverlapsItself) {
               Says("refer to a single memory location"));
 }
 
-// A view that nobody registered would silently be a copy.
+// A view that was not registered would silently be a copy.
 TEST(Refusals, ViewsShareMemoryOrAreNotThere) {
   const at::Tensor values = at::arange(24, on(0)).view({2, 3, 4});
   const at::Tensor views[] = {

@@ -1,10 +1,10 @@
-// Who used which bytes of device memory: of each range the last write and the reads since.
+// The accesses to bytes of device memory: for each range the last write and the reads since.
 //
-// One access a stream is enough, for a stream's own launches are ordered. What was freed keeps its
-// accesses: the first of the next owner is then the check of the allocator. But for those that the
-// thread which frees it has waited for: whoever gets it, gets it after that. A tensor is a number
-// of dense runs; from kMostRuns on it is taken as the range from its first to its last byte, which
-// reports say.
+// One access a stream is enough, because a stream's own launches are ordered. Freed memory keeps
+// its accesses: the first access of the next owner then checks the allocator. Accesses that the
+// thread which frees it has waited for are dropped: the next owner gets the memory after them. A
+// tensor is a number of dense runs; from kMostRuns on it counts as the range from its first to its
+// last byte, which reports say.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ struct Conflict {
   bool of_range = false;  ///< perhaps of bytes between the tensor's own
 };
 
-/// Threads: whoever holds the simulator's mutex.
+/// Threads: the holder of the simulator's mutex.
 class Shadow {
  public:
   static constexpr std::int64_t kMostRuns = 4096;
@@ -34,7 +34,7 @@ class Shadow {
                                 const Clock& known);
   std::optional<Conflict> touch(std::uintptr_t begin, std::uintptr_t end, bool writes,
                                 const Access& now, const Clock& known);
-  /// What `known` says is over of these bytes is over for everybody.
+  /// Drops the accesses to these bytes that have ended by `known`.
   void end(std::uintptr_t begin, std::uintptr_t end, const Clock& known);
   void forget() { segments_.clear(); }
   /// Who wrote the byte last, if anybody did.

@@ -53,8 +53,8 @@ at::Tensor input_on(const World& world, int step) {
   return test::input_of(world.rank(), step, kWidth).to(world.device()).mul(1);
 }
 
-/// x * w, whose weight gradient is formed on a stream of its own while there is one. Nobody but the
-/// slot that it is written into sees what is launched there.
+/// x * w, whose weight gradient is formed on a separate stream while there is one. Only the slot
+/// into which it is written knows what is launched there.
 class FormsAside : public torch::autograd::Function<FormsAside> {
  public:
   static inline Stream aside;
@@ -93,7 +93,7 @@ struct Products : torch::nn::Module {
   at::Tensor b = register_parameter("b", test::seeded(5, {kWidth}));
 };
 
-/// x a + x b, the second one beside, whose gradient comes last.
+/// x a + x b, the second term on another stream; its gradient comes last.
 struct Sides : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     const Stream here = Stream::current(x.device());
@@ -168,10 +168,11 @@ void clear_on_another_stream(World& world, bool all) {
   wait_for(main.get(), side.get());
 }
 
-/// A gradient is added on a stream that had added others before to one that a third one has written.
+/// Adds a gradient, on a stream that had added others before, to one that a third stream has
+/// written.
 void add_to_what_was_written_aside(World& world) {
   auto model = fully_shard(std::make_shared<Products>(), test::data_mesh(world));
-  // Memory that is given back would order the streams.
+  // Memory that is returned would order the streams.
   model.set_reshard_after_forward(false);
   model.set_reshard_after_backward(false);
   const Stream main = Stream::current(world.device());
@@ -188,7 +189,7 @@ void add_to_what_was_written_aside(World& world) {
 
 /// The first gradient of a bucket takes memory that its stream has just used, and the next one is
 /// written on a stream that knows nothing of that.
-void add_beside_the_first(World& world) {
+void add_on_another_stream(World& world) {
   const auto sides = std::make_shared<Sides>();
   auto model = fully_shard(sides, test::data_mesh(world));
   const Stream main = Stream::current(world.device());
@@ -217,17 +218,17 @@ TEST(EventsOfAUnit, WhatTwoStreamsReadIsGivenBackBehindBoth) {
   expect_needed(2, read_on_two_streams, EventSite::kGather);
 }
 
-// Of several ranks the unit's memory, which goes back, too, orders the streams.
+// With several ranks the unit's memory, which is returned, too, orders the streams.
 TEST(EventsOfAUnit, WhatWaitsIsDroppedBehindTheStreamThatAddedIt) {
   expect_needed(1, drop_on_another_stream, EventSite::kAccept);
 }
 
 TEST(EventsOfAUnit, SlotsAreWrittenBehindWhatTheirMemoryWas) {
-  expect_needed(1, add_beside_the_first, EventSite::kAccept);
+  expect_needed(1, add_on_another_stream, EventSite::kAccept);
   FormsAside::before = [] {};
 }
 
-TEST(EventsOfAUnit, WhatWasWrittenBesideIsAddedToBehindIt) {
+TEST(EventsOfAUnit, WhatWasWrittenAsideIsAddedToAfterIt) {
   expect_needed(1, add_to_what_was_written_aside, EventSite::kAccept);
 }
 

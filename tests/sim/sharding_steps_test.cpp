@@ -1,5 +1,5 @@
-// What a step of fully_shard asks of a device beside its bits: where the host waits, on which thread
-// a backward runs, and what a failure and a model that is gone leave behind.
+// Effects of a step of fully_shard on a device, except its bits: where the host waits, on which
+// thread a backward runs, and what a failure and a destroyed model leave behind.
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -87,7 +87,7 @@ Waits waits_of(const Step& step, int ranks) {
   return of_ranks.front();
 }
 
-// Naive: one read a kept unit, and steps that wait where nobody asked for a number.
+// Naive: one read a kept unit, and steps that wait where no number was requested.
 TEST(StepOnADevice, TheHostWaitsWhereItIsSaidAlone) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
     for (const int ranks : {1, 2, 3}) {
@@ -126,8 +126,8 @@ std::int64_t pool_bytes(int blocks, std::optional<std::int64_t> in_flight_bytes)
 /// Who clears gradients before the next step.
 enum class Clears { kHandle, kOptimizerOfTorch, kEachByHand };
 
-/// Of a rank's device, beside the pool, whose blocks stay: bytes that are held once gradients are
-/// cleared, and the most that a forward needs, step by step.
+/// A rank's device memory, except the pool, whose blocks stay: bytes that are held once gradients
+/// are cleared, and the most that a forward needs, step by step.
 struct Held {
   std::vector<std::int64_t> cleared;
   std::vector<std::int64_t> forward_peak;
@@ -181,7 +181,7 @@ Held held_by_steps(World& world, int replicas, const PrecisionPolicy& policy, Cl
   return held;
 }
 
-// Naive: they are held until the next backward begins, beside all activations of the forward.
+// Naive: they are held until the next backward begins, with all activations of the forward.
 TEST(StepOnADevice, SumsAreGoneBeforeTheNextForward) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
     for (const auto& [count, copies] :
@@ -193,7 +193,8 @@ TEST(StepOnADevice, SumsAreGoneBeforeTheNextForward) {
           const Held held = held_by_steps(world, replicas, policy, clears);
           EXPECT_GT(held.sums, 0);
           for (std::size_t step = 0; step < held.cleared.size(); ++step) {
-            // Else the pool changes in a forward, which takes from it what a backward gave back.
+            // Otherwise the pool changes in a forward, which takes from it what a backward
+            // returned.
             if (!policy.param_dtype) {
               EXPECT_EQ(held.forward_peak[step], held.forward_peak.front()) << step;
             }
@@ -223,11 +224,12 @@ class Grouped : public torch::nn::Module {
   at::Tensor ends_;
 };
 
-// The product of its weights and the gradient of its rows, of one size here, never lie beside each
-// other. Naive: they do until the product is added to its sum, behind the node that makes both.
+// The product of its weights and the gradient of its rows, which have one size here, never exist at
+// the same time. Naive: they do until the product is added to its sum, after the node that makes
+// both.
 TEST(StepOnADevice, AGroupedProductIsGoneBeforeItsRowsGradientIsMade) {
   on_ranks({1, "sim"}, [](World& world) {
-    constexpr std::int64_t kBytes = 2 * Grouped::kRows * Grouped::kColumns;  // of each
+    constexpr std::int64_t kBytes = 2 * Grouped::kRows * Grouped::kColumns;  // of each of the two
     auto model = fully_shard(std::make_shared<Grouped>(world.device()), test::data_mesh(world),
                              test::in_bfloat16());
     model.set_requires_gradient_sync(false);
@@ -249,7 +251,7 @@ TEST(StepOnADevice, AGroupedProductIsGoneBeforeItsRowsGradientIsMade) {
   });
 }
 
-// Of one bucket alone, and of one parameter of a bucket: what others show goes on.
+// Clears one bucket, and one parameter of a bucket: the values of others stay.
 TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
   for (const int ranks : {1, 2}) {
     ResultsOf results;
@@ -316,8 +318,8 @@ TEST(StepOnADevice, ReductionsOfTwoUnitsAreUnderWay) {
   EXPECT_LT(pool_bytes(5, std::int64_t{1} << 20), pool_bytes(10, std::int64_t{1} << 20));
 }
 
-// Naive: the rank's own stream waits wherever the host takes a buffer back.
-TEST(StepOnADevice, ABackwardGoesOnBesideItsReductions) {
+// Naive: the compute stream waits wherever the host takes a buffer back.
+TEST(StepOnADevice, ABackwardContinuesDuringItsReductions) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
     on_ranks({2, "sim"}, [&](World& world) {
       test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth, policy);
@@ -349,7 +351,7 @@ TEST(StepOnADevice, ABackwardOnAnotherThreadIsRefused) {
       test::RankBarrier::Seat seat(meeting);
       test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth);
       const at::Tensor loss = test::squares(model.handle.forward(input_on(world, 0)));
-      seat.wait();  // nobody recovers while others are in their forward
+      seat.wait();  // no rank recovers while others are in their forward
       auto& state = c10::AutogradState::get_tls_state();
       state.set_multithreading_enabled(true);
       const std::string refusal = thrown_by([&] { test::backward(loss); });
@@ -376,7 +378,7 @@ class ThrowsInBackward : public torch::autograd::Function<ThrowsInBackward> {
   }
 };
 
-/// Of two steps after a failure of rank 0.
+/// Returns the results of two steps after a failure of rank 0.
 std::vector<at::Tensor> results_after(Fails fails, World& world, const PrecisionPolicy& policy) {
   test::ShardedChain model(test::data_mesh(world), 1, 3, kWidth, policy);
   const auto step = [&](int number, const std::function<void()>& inside) {
@@ -388,7 +390,7 @@ std::vector<at::Tensor> results_after(Fails fails, World& world, const Precision
   step(0, {});
   model.handle.zero_grad();
   if (fails == Fails::kInFlight) {
-    // Reductions that nobody has waited for.
+    // Reductions for which no caller has waited.
     model.handle.set_is_last_backward(false);
     step(1, {});
     model.handle.set_is_last_backward(true);
@@ -436,8 +438,8 @@ void use_free_memory(const World& world) {
   }
 }
 
-/// Reductions that nobody waits for, a failure, and what the sums' memory is next.
-void fail_beside_reductions(World& world) {
+/// Reductions for which no caller waits, a failure, and the next use of the sums' memory.
+void fail_during_reductions(World& world) {
   test::ShardedChain model(test::data_mesh(world), 1, 3, kWidth);
   const auto run = [&](int number) {
     test::backward(test::squares(model.handle.forward(input_on(world, number))));
@@ -454,10 +456,10 @@ void fail_beside_reductions(World& world) {
   comm::barrier(world.control(), "end of the test");
 }
 
-// Naive: nobody waits for what is lost, and its memory is free.
+// Naive: lost reductions are not waited for, and their memory is free.
 TEST(StepOnADevice, SumsOfAFailedStepAreFreedBehindItsReductions) {
   try {
-    on_ranks({2, "sim"}, fail_beside_reductions);
+    on_ranks({2, "sim"}, fail_during_reductions);
   } catch (const std::exception&) {  // the race
   }
   settle();

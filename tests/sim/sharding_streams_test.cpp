@@ -1,6 +1,6 @@
-// fully_shard where a rank computes on several streams: parts of a unit, or one micro-batch beside
-// the other. What lies between two streams of its own is the user's to order; the unit's memory,
-// slots and sums are the library's.
+// fully_shard where a rank computes on several streams: parts of a unit, or one micro-batch while
+// another one runs. The user orders what lies between two streams of the program; the library
+// orders the unit's memory, slots and sums.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
@@ -29,7 +29,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr std::int64_t kWidth = 5;
-constexpr int kMicroBatches = 4;  // of a step
+constexpr int kMicroBatches = 4;  // in a step
 
 /// The user's own order, by no event of the library.
 void follow(const Stream& later, const Stream& earlier) {
@@ -39,8 +39,8 @@ void follow(const Stream& later, const Stream& earlier) {
 /// How many products have been written into slots.
 std::atomic<int> written = 0;
 
-/// x * w whose weight gradient is put off where the model does that, and else written into its
-/// slot, as layers of nn do.
+/// x * w whose weight gradient is deferred where the model does that, and else written into its
+/// slot, as by layers of nn.
 class MayWait : public torch::autograd::Function<MayWait> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w) {
@@ -65,8 +65,8 @@ class MayWait : public torch::autograd::Function<MayWait> {
   }
 };
 
-/// What a unit computes on two streams at the same time: x a + relu(x b), the second one beside.
-/// With x = z c in front of it a gradient comes after that of b on the stream that came first.
+/// A unit that computes on two streams at the same time: x a + relu(x b), the second term on
+/// `side`. With x = z c before it, a gradient comes after that of b on the stream that came first.
 struct Sides : torch::nn::Module {
   explicit Sides(std::uint64_t seed)
       : a(register_parameter("a", test::seeded(seed, {kWidth}))),
@@ -95,7 +95,7 @@ struct Sides : torch::nn::Module {
   bool paired = false;
   bool in_front = false;
   bool apart = false;   ///< no gathers order the streams in backward
-  bool direct = false;  ///< products of `beside` are written into slots, too
+  bool direct = false;  ///< products on `side` are written into slots, too
   Stream side;
   std::vector<at::Tensor> kept;  ///< what crosses streams, until both are over
 };
@@ -221,12 +221,12 @@ std::vector<Case> cases() {
         change(c);
         all.push_back(c);
       };
-      add("parts beside", [](Case& c) { c.paired = true; });
+      add("parts on two streams", [](Case& c) { c.paired = true; });
       add("micro-batches", [](Case& c) { c.alternates = true; });
       add("micro-batches, kept", [](Case& c) { c.alternates = c.keeps = true; });
       add("both, reduced at last", [](Case& c) { c.paired = c.alternates = c.at_last = true; });
-      add("parts in front and beside", [](Case& c) { c.in_front = c.paired = true; });
-      // A gather, or memory that is given back, would order the streams.
+      add("a part in front, parts on two streams", [](Case& c) { c.in_front = c.paired = true; });
+      // A gather, or memory that is returned, would order the streams.
       add("both, never resharded, reduced at last",
           [](Case& c) { c.paired = c.alternates = c.stays = c.at_last = true; });
       add("both, in flight", [](Case& c) { c.paired = c.alternates = c.in_flight = true; });
@@ -234,15 +234,16 @@ std::vector<Case> cases() {
       add("deferred micro-batches", [](Case& c) { c.alternates = c.defers = true; });
       add("direct", [](Case& c) { c.paired = c.direct = true; });
       add("direct micro-batches", [](Case& c) { c.paired = c.direct = c.alternates = true; });
-      // Kept: what a backward gives back would order who takes it for slots behind all that it did.
+      // Kept: memory that a backward returns would be taken for slots, ordered after all that it
+      // did.
       add("direct, deferred", [](Case& c) { c.paired = c.direct = c.defers = c.keeps = true; });
     }
   }
   return all;
 }
 
-// Naive: a reduction that comes behind the stream it is issued from alone, and memory that goes
-// back behind the one that gives it back.
+// Naive: a reduction that is ordered only after the stream from which it is issued, and memory that
+// is returned with only the event of the stream that returns it.
 TEST(StreamsOfARank, AreOrderedWhereTheyMeetInTheUnitsMemory) {
   for (const Case& c : cases()) {
     const auto expected = results_of_ranks(c, "cpu");
@@ -285,8 +286,8 @@ TEST(StreamsOfARank, EachEventThatIsLeftOutIsFound) {
   }
 }
 
-// What a kernel has written into a slot is read by the reduction behind kAccept alone; the same
-// with what is formed later, behind kDeferred.
+// Only kAccept orders the reduction after a kernel that has written into a slot; for gradients that
+// are formed later, only kDeferred.
 TEST(StreamsOfARank, EachEventThatIsLeftOutOfDirectSlotsIsFound) {
   const auto in_float32 = [](const Case& c) { return c.direct && !c.policy.param_dtype; };
   expect_found(EventSite::kAccept, in_float32);

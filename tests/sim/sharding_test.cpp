@@ -1,5 +1,5 @@
-// fully_shard on devices: the bits of ranks on the CPU, without a race, whatever streams a rank
-// computes on.
+// fully_shard on devices: the bits of ranks on the CPU, without a race, on whichever streams a rank
+// computes.
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
@@ -29,7 +29,7 @@ struct Case {
   bool changes = false;  ///< units are kept gathered, and parameters freeze and unfreeze
 };
 
-/// Of steps of two micro-batches each.
+/// The results of steps of two micro-batches each.
 struct Trained {
   std::vector<at::Tensor> results;  ///< losses, gradients, parameters
   std::vector<double> norms;

@@ -8,16 +8,16 @@
 // any timing, and one that leaves a wait out is reported at the first access that needed it, each
 // time, however lucky the timing.
 //
-// Beside races it finds the host touching device memory (a fault that says whose), memory that is
-// used again while another stream reads it (blocks are reused at once, filled with NaN), copies to
-// the host that are read before they are waited for, and what CUDA refuses: tensors of several
-// devices, draws from the device's own generator. What it cannot tell: speed, and what no operation
-// shows (a pointer handed to a library faults instead).
+// In addition to races it finds the host accessing device memory (a fault that names the owner),
+// memory that is used again while another stream reads it (blocks are reused at once, filled with
+// NaN), copies to the host that are read before they are waited for, and what CUDA refuses: tensors
+// of several devices, draws from the device's own generator. It does not show speed, nor what no
+// operation shows (a pointer handed to a library faults instead).
 //
-// Test programs link it (tessera_test(... SIM)); environment.cpp installs it. One line a part:
-// clocks.h order, shadow.h accesses, simulator.h both under one mutex, memory.h device memory,
-// pinned.h host memory, late_copies.h copies on their way, guard.cpp streams and events to libtorch,
-// hooks.cpp the rest of the device, fallback.cpp any operation, operations.cpp those by hand,
+// Test programs link it (tessera_test(... SIM)); environment.cpp installs it. The parts: clocks.h
+// order, shadow.h accesses, simulator.h both under one mutex, memory.h device memory, pinned.h host
+// memory, late_copies.h copies in flight, guard.cpp streams and events for libtorch, hooks.cpp the
+// rest of the device, fallback.cpp any operation, operations.cpp those written by hand,
 // single_operations.cpp those that are one kernel on a GPU and none on a CPU.
 #pragma once
 
@@ -47,7 +47,7 @@ int streams_of_higher_priority(int device);
 struct Race : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-/// What was reported since the last call, also where somebody swallowed the exception.
+/// Returns what was reported since the last call, also where a caller swallowed the exception.
 std::vector<std::string> take_races();
 
 /// All that was launched is over, and every thread knows it: between two tests, and after a fault
@@ -71,15 +71,15 @@ struct Counts {
   std::map<std::string, std::int64_t> launches;
   std::map<std::string, std::int64_t> waits;  ///< for which the host stood still
 };
-/// Of this thread's rank since the last call.
+/// Returns the counts of this thread's rank since the last call.
 Counts take_counts();
 /// The same, launches on one stream alone: what a rank computes, without what its groups send.
 Counts take_counts(const c10::Stream& launches_on);
 
-/// While it lives, nothing that is launched on the stream ends, nor what waits for it: a collective
-/// whose peer never comes. Who synchronizes with it stands still, too; and so does a launch behind so
-/// many that cannot begin: a GPU takes some thousand, and a thread that launches more stays in the
-/// driver.
+/// While it lives, nothing that is launched on the stream ends, nor what waits for it, as for a
+/// collective whose peer never comes. A thread that synchronizes with it waits, too; so does a
+/// launch after too many that cannot begin: a GPU takes some thousand, and a thread that launches
+/// more stays in the driver.
 class HeldStream {
  public:
   static constexpr int kAnyLaunches = std::numeric_limits<int>::max();
@@ -94,9 +94,9 @@ class HeldStream {
   const int room_before_;
 };
 
-/// What an event says that is asked and not waited for. Both happen on a GPU: code that runs under
-/// one alone relies on time. kOnlyWhenWaited: not yet, but for a thread that asks again and again
-/// and launches, records and blocks nothing meanwhile, which is a way to wait.
+/// The answer of an event that is queried and not waited for. Both happen on a GPU: code that works
+/// under only one of them relies on time. kOnlyWhenWaited: not yet, except for a thread that
+/// queries repeatedly and launches, records and blocks nothing meanwhile, which is a way to wait.
 enum class Done { kAtOnce, kOnlyWhenWaited };
 void set_done(Done done);
 
@@ -122,7 +122,7 @@ class CapacityScope {
   const int device_;
   const std::size_t before_;
 };
-/// Of tensors; freed blocks are not counted.
+/// Bytes of tensors; freed blocks are not counted.
 std::int64_t live_bytes(int device);
 std::int64_t peak_bytes(int device);
 

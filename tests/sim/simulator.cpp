@@ -21,7 +21,7 @@ namespace {
 
 struct Open {
   Access operation;
-  Behind behind;
+  LaterLaunches later;
 };
 
 struct State {
@@ -36,7 +36,7 @@ struct State {
   std::vector<Until> held;
   int room = HeldStream::kAnyLaunches;  // for launches that cannot begin
   std::vector<Open> open;
-  std::string broken;  // why nobody will end them
+  std::string broken;  // why no thread will end them
   std::condition_variable released;
   Done done = Done::kAtOnce;
 };
@@ -96,7 +96,7 @@ bool can_end(const Clock& clock) {
 
 bool can_begin(const Clock& clock) {
   return std::ranges::none_of(state().open, [&](const Open& each) {
-    return each.behind == Behind::kStandsStill && is_over(clock, each.operation);
+    return each.later == LaterLaunches::kWait && is_over(clock, each.operation);
   });
 }
 
@@ -160,7 +160,7 @@ Counts take(std::optional<Slot> on) {
 }  // namespace
 
 Access launch(const c10::Stream& stream, const std::string& operation,
-              const std::vector<Accessed>& accessed, CarriedOut when) {
+              const std::vector<TensorAccess>& accessed, CarriedOut when) {
   asked_in_a_row = 0;
   State& s = state();
   std::unique_lock lock(s.mutex);
@@ -173,7 +173,7 @@ Access launch(const c10::Stream& stream, const std::string& operation,
   const std::string* name = &*s.names.insert(operation).first;
   const Access now{slot, s.clocks.launch(slot), name, current_rank};
   ++s.launches[{current_rank, slot, name}];
-  for (const Accessed& each : accessed) touch(each.tensor, each.written, now);
+  for (const TensorAccess& each : accessed) touch(each.tensor, each.written, now);
   return now;
 }
 
@@ -199,9 +199,9 @@ void check_late(const Access& copy, const at::Tensor& source) {
   state().late.from_pinned(copy, source);
 }
 
-void leave_open(const Access& operation, Behind behind) {
+void leave_open(const Access& operation, LaterLaunches later) {
   const std::lock_guard lock(state().mutex);
-  state().open.push_back({operation, behind});
+  state().open.push_back({operation, later});
 }
 
 void end_open(const Access& operation) {
@@ -304,7 +304,7 @@ const char* last_writer(const void* address) noexcept {
   return write ? write->operation->c_str() : nullptr;
 }
 
-// What tests see (sim.h).
+// Functions for tests (sim.h).
 
 std::vector<std::string> take_races() {
   const std::lock_guard lock(state().mutex);

@@ -1,7 +1,7 @@
-// Operations that are one kernel on a GPU. Some libtorch takes apart elsewhere; they get the boxed
-// kernel under their own names, which calls whatever the CPU has. Some have no kernel for CPUs at
-// all: here is one, made of ATen's operations. It is registered for CPUs, so that a run on the CPU
-// that takes a device's choice of kernels calls the very same function.
+// Operations that are one kernel on a GPU. libtorch decomposes some of them elsewhere; they get the
+// boxed kernel under their own names, which calls the CPU's implementation. Some have no kernel for
+// CPUs at all: here is one, made of ATen's operations. It is registered for CPUs, so that a run on
+// the CPU that takes a device's choice of kernels calls the very same function.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>

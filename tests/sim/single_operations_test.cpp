@@ -1,5 +1,5 @@
-// What is one kernel on a GPU is one launch here, with the bits of the same call on the CPU; what
-// this folder computes itself is compared with composites in fp64.
+// Operations that are one kernel on a GPU are one launch here, with the bits of the same call on
+// the CPU; those that this folder computes itself are compared with composites in fp64.
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -20,7 +20,7 @@ Tensors listed(const std::tuple<Results...>& results) {
   return std::apply([](const auto&... each) { return Tensors{each...}; }, results);
 }
 
-/// One launch of that name, none beside it, no wait; and the CPU's bits, which are returned.
+/// Expects one launch of that name, no other, no wait; and the CPU's bits, which are returned.
 Tensors expect_single(const std::string& name, const Operation& operation, const Tensors& inputs) {
   const Tensors expected = operation(inputs);
   Tensors there;

@@ -16,8 +16,8 @@ using comm::StreamScope;
 
 constexpr auto kSite = comm::EventSite::kIssue;
 
-/// What is said where values that are written on one stream are read on another, and `order` is all
-/// that stands between.
+/// Returns the report where values that are written on one stream are read on another, and only
+/// `order` orders the two.
 template <class Order>
 std::string race_with(const Order& order) {
   const Stream writer = Stream::make(device(0)), reader = Stream::make(device(0));
@@ -75,7 +75,7 @@ TEST(Streams, EachOfTwoPassesThatTakeTurnsHasItsOwnCurrentOne) {
   EXPECT_EQ(Stream::current(device(0)), usual);
 }
 
-// Of CUDA: c10::cuda::getStreamFromPool lends 32 of each priority in turn.
+// CUDA's streams: c10::cuda::getStreamFromPool returns 32 of each priority in turn.
 TEST(Streams, AreSaidToBeSharedOnceThereAreMoreThanLibtorchHas) {
   const c10::Device card(c10::kCUDA, 1);
   for (const auto use : {comm::StreamUse::kRank, comm::StreamUse::kOtherRanks}) {
@@ -88,7 +88,7 @@ TEST(Streams, AreSaidToBeSharedOnceThereAreMoreThanLibtorchHas) {
               Says("device cuda:1: found more than 32 streams of groups and messages",
                    "what shares one waits for each other"));
   EXPECT_THAT(comm::shared_stream_warning(card, comm::StreamUse::kRank, 33),
-              Says("more than 32 streams of this rank's own work"));
+              Says("more than 32 streams of the rank's computation"));
 }
 
 TEST(Streams, OfOtherRanksAreOfAHigherPriority) {
@@ -110,7 +110,7 @@ TEST(Streams, AScopeIsTheCurrentStreamWhileItLives) {
   EXPECT_EQ(Stream::current(device(1)), before);
 }
 
-// Naive: one event that is recorded anew moves the point of those who wait for the first.
+// Naive: recording an event again moves the point of those who wait for the first.
 TEST(Streams, ACopyOfAnEventKeepsItsPoint) {
   const Stream stream = Stream::make(device(0));
   const StreamScope scope(stream);

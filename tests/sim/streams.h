@@ -27,7 +27,7 @@ inline c10::impl::VirtualGuardImpl guard() {
 inline c10::Stream current(int index) { return guard().getStream(device(index)); }
 inline c10::Stream new_stream(int index) { return guard().getNewStream(device(index)); }
 
-/// What is launched later on `waiting` comes behind what was launched on `other`.
+/// Orders what is launched later on `waiting` after what was launched on `other`.
 inline void wait_for(const c10::Stream& waiting, const c10::Stream& other) {
   c10::Event event(c10::DeviceType::PrivateUse1);
   event.record(other);
@@ -54,7 +54,7 @@ class WhenDone : public testing::TestWithParam<Done> {
   void TearDown() override { set_done(Done::kAtOnce); }
 };
 
-/// What the first operation that races says, and nothing is left of it; empty where none does.
+/// Returns the report of the first operation that races, and clears it; empty where none does.
 template <class Program>
 std::string race_of(const Program& program) {
   std::string text;
@@ -69,7 +69,7 @@ std::string race_of(const Program& program) {
   return text;
 }
 
-/// What is said by an operation that is refused; empty where none is.
+/// Returns the error of an operation that is refused; empty where none is.
 template <class Program>
 std::string refusal_of(const Program& program) {
   try {

@@ -1,5 +1,5 @@
-// `tessera train` in a place: which places and kinds of runs are tried, on ranks that are threads or
-// as a process that nobody has launched.
+// `tessera train` in a place: which places and kinds of runs are tried, on ranks that are threads
+// or in a process that no launcher has started.
 #pragma once
 
 #include <filesystem>
@@ -21,17 +21,17 @@ test::RunLosses train_in(const test::Place& where, const test::RanksOfRun& layou
                          const train::Config& config, const TemporaryFolder& folder,
                          const test::HooksOf& hooks = {});
 
-/// `body` as a process has it that nobody launched, on a thread that goes with its World.
+/// Runs `body` as in a process that no launcher has started, on a thread that ends with its World.
 void alone(const std::string& device, const std::function<void(World&)>& body);
 /// So, in the run folder `run`, printing nothing.
 void train_alone(const std::string& device, const train::Config& config,
                  const std::filesystem::path& run);
 
-/// What a run may have besides.
+/// The options of a run.
 struct RunKind {
   const char* name;
   std::function<void(train::Config&, const TemporaryFolder&)> set;
-  double tolerance = 1e-5;  ///< of its losses beside the CPU's
+  double tolerance = 1e-5;  ///< of its losses, compared with the CPU's
 };
 const std::vector<RunKind>& run_kinds();
 

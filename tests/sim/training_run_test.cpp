@@ -1,5 +1,5 @@
-// `tessera train` on devices: the numbers of the CPU, checkpoints that go from one to the other, and
-// what it says where something ends (host waits: training_waits_test.cpp).
+// `tessera train` on devices: the numbers of the CPU, checkpoints that go from one to the other,
+// and its messages where something ends (host waits: training_waits_test.cpp).
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -45,7 +45,7 @@ RunLosses train_with_kernels_of_devices(const RanksOfRun& layout, const train::C
   return train_in({}, layout, config, folder);
 }
 
-// The order of sums is the layout's, whatever the streams do.
+// The order of sums depends on the layout, not on the streams.
 TEST(TrainingRun, HasTheBitsOfTheCpuWithItsKernels) {
   const TemporaryFolder folder;
   for (const auto dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -270,9 +270,9 @@ TEST(TrainingRun, AProcessAloneHasItsDevice) {
   expect_same_tensors(folder / "alone/checkpoint/step-3", folder / "thread/checkpoint/step-3");
 }
 
-// The copy comes behind the step that made its values, and the next update behind the copy. Without
-// the copy's end nobody waits for the file's bytes either: that is a fault of the host, and ends the
-// process (faults_test.cpp).
+// The copy is ordered after the step that made its values, and the next update after the copy.
+// Without the copy's end the file's bytes are not waited for either: that is a fault of the host,
+// and ends the process (faults_test.cpp).
 TEST(TrainingRun, ACheckpointIsOrderedByEachOfItsEvents) {
   const TemporaryFolder folder;
   auto config = test::with_steps(test::small_run(folder), 3);
@@ -354,7 +354,7 @@ TEST(Snapshot, OfADeviceIsTheFileInPiecesOfABoundedSize) {
   }
 }
 
-// What was copied may be freed, and its memory be another's, once the copy is through.
+// Copied tensors may be freed, and their memory be used again, once the copy has ended.
 TEST(Snapshot, LetsGoOfWhatItReadsBehindTheCopy) {
   const auto race = [] {
     return race_of([] {
@@ -369,7 +369,8 @@ TEST(Snapshot, LetsGoOfWhatItReadsBehindTheCopy) {
   EXPECT_THAT(race(), Says("fill_"));
 }
 
-/// What a run says that has a little more memory each time, until it gets as far as its steps.
+/// Returns the refusal of a run that has a little more memory each time, until it reaches its
+/// steps.
 std::string first_refusal_in_a_step(const train::Config& config, const fs::path& run) {
   for (auto bytes = static_cast<std::size_t>(live_bytes(0)) + 4096;; bytes += 4096) {
     const CapacityScope capacity(0, bytes);
@@ -495,7 +496,8 @@ TEST(TrainingRun, ProfileAndTraceAreOfTheDevicesStream) {
   }
 }
 
-// Naive: what is drawn on the device is drawn anew, and gradients are of other numbers than results.
+// Naive: what is drawn on the device is drawn differently again, and gradients have other numbers
+// than results.
 TEST(RecomputeOnADevice, DrawsTheSameNumbersAgainAndGoesOnWhereItWas) {
   const AllowDraws allowed;
   const auto x = at::ones({256}, at::TensorOptions(device(0))).requires_grad_(true);

@@ -17,7 +17,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// What a rank's thread does first: autograd has one thread a device, on which ranks would mix.
+/// Sets up a rank's thread: autograd has one thread a device, on which ranks would mix.
 struct OwnBackward {
   OwnBackward() { c10::AutogradState::get_tls_state().set_multithreading_enabled(false); }
   ~OwnBackward() { c10::AutogradState::get_tls_state().set_multithreading_enabled(true); }

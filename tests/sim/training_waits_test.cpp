@@ -16,8 +16,8 @@ struct Waits {
   int reads = 0;
 };
 
-/// Those of the first rank's reads and of all ranks' devices. Of several ranks without the first step,
-/// since another one may still load its weights meanwhile.
+/// Returns the waits of the first rank's reads and of all ranks' devices. With several ranks
+/// without the first step, since another one may still load its weights meanwhile.
 std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& folder,
                             const RanksOfRun& layout = {}) {
   std::vector<Waits> steps;

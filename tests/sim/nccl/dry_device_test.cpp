@@ -1,6 +1,6 @@
-// A dry step of a device's kernels beside a run on simulated devices: drawn families, layouts, dtypes
-// and options of a step. Ranks issue the same collectives, hold as many bytes between steps to the byte,
-// and at most within 3 %.
+// A dry step of a device's kernels compared with a run on simulated devices: drawn families,
+// layouts, dtypes and options of a step. Ranks issue the same collectives, hold as many bytes
+// between steps to the byte, and at most within 3 %.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ using train::Drawn;
 using train::DrawnRun;
 using train::DryStep;
 
-/// Of the second step of a run, by its ranks, each on a device of its own.
+/// The second step of a run, by its ranks, each on a separate device.
 struct OnDevice {
   std::vector<comm::DeviceMemory> memory;
   std::vector<fsdp::HeldBytes> parts;
@@ -46,7 +46,7 @@ OnDevice run_in(const test::Place& where, const train::Config& config,
   });
   train::on_ranks(ranks, loads, source, [&](World& world) {
     const auto rank = static_cast<std::size_t>(world.rank());
-    // What is left of runs before it in this process.
+    // Memory that earlier runs in this process have left.
     const std::int64_t before = comm::memory_of(world.device()).held;
     train::TrainingHooks hooks;
     hooks.after_step = [&, rank, before](const train::StepMetrics& metrics,
@@ -93,7 +93,7 @@ TEST(DryDevice, HoldsAndIssuesWhatARunDoes) {
   train::for_drawn(test::full_proof() ? 60 : 6, [](const Drawn& d) { expect_as_a_run(d); });
 }
 
-// Shards of 16 bits have the other half of a master beside them.
+// For shards of 16 bits the other half of a master is held, too.
 TEST(DryDevice, WithShardsOfSixteenBitsToo) {
   train::for_drawn(test::full_proof() ? 12 : 2, [](const Drawn& d) {
     expect_as_a_run(d, [](train::Config& config) {

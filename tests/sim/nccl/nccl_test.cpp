@@ -25,8 +25,8 @@ Where over_nccl(int ranks, bool side = false) {
   return {ranks, "sim", side, /*late=*/false, ThreadBackend::kNccl};
 }
 
-/// The first race on any rank, else what `body` throws first; the other ranks, whose devices stand
-/// still behind it, go on.
+/// The first race on any rank, else what `body` throws first; the other ranks, whose devices wait
+/// for it, continue.
 std::string thrown_on(const Where& where, const std::function<void(World&)>& body,
                       const WorldOptions& options = {}) {
   WorldOptions here = options;
@@ -64,7 +64,7 @@ TEST(NcclGroups, HaveTheBitsOfTheCpu) {
   }
 }
 
-/// Of 1000 bf16 addends a rank, kept in fp32 (`wide`) or in what travels.
+/// Sums 1000 bf16 addends a rank, kept in fp32 (`wide`) or in the dtype that travels.
 std::vector<at::Tensor> sums_of_bf16(bool wide) {
   std::vector<at::Tensor> sums(4);
   on_ranks(over_nccl(4), [&](World& world) {
@@ -94,7 +94,8 @@ TEST(NcclGroups, SumsThatAreWiderThanWhatTravelsKeepTheirBitsInWhateverOrderNccl
   EXPECT_TRUE(differs) << "the stand-in's order shows nowhere";
 }
 
-/// A collective, and a message to the next rank, of what was just made; the results are read at once.
+/// Runs a collective, and a message to the next rank, of what was just made; reads the results at
+/// once.
 void sum_and_send(World& world) {
   const auto group = world.group(comm::all_ranks(world.size()), "reduce");
   const at::TensorOptions here(world.device());
@@ -232,7 +233,7 @@ TEST(NcclGroups, AreNotOpenedAgainAfterAFailure) {
               Says("recover: found backend nccl"));
 }
 
-// What the stand-in itself finds: tests that see nothing of it would prove nothing.
+// The stand-in itself finds mistakes: tests in which it finds none would prove nothing otherwise.
 
 TEST(NcclStandIn, FindsOperationsThatDiffer) {
   EXPECT_THAT(thrown_on(over_nccl(2),

@@ -1,10 +1,11 @@
-// A forward beside a backward on devices (comm/turns.h): what each pass computes is launched while
-// an exchange of the other is under way, the events between streams are needed, and the host reads
-// how many rows go where without waiting for what the other pass has launched meanwhile.
+// A forward that alternates with a backward on devices (comm/turns.h): what each pass computes is
+// launched while an exchange of the other is in flight, the events between streams are needed, and
+// the host reads how many rows go where without waiting for what the other pass has launched
+// meanwhile.
 //
-// The class of bug: a read, or a product, that comes behind all there is on the one compute stream;
-// memory of an exchange that the other pass takes while it travels. Over ranks that are threads, and
-// over what stands for NCCL.
+// The class of bug: a read, or a product, that is ordered after all work on the one compute stream;
+// memory of an exchange that the other pass takes while it travels. Over ranks that are threads,
+// and over the stand-in for NCCL.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
@@ -60,7 +61,7 @@ parallel::Axis experts_of(World& world) {
   return axis;
 }
 
-// Layers of experts alone: one micro-batch forward beside another one backward.
+// Only layers of experts: one micro-batch forward while another one runs backward.
 
 constexpr std::int64_t kExperts = 4, kHidden = 8, kInner = 12, kTokens = 10;
 constexpr int kLayers = 2;
@@ -172,7 +173,7 @@ std::string race_of_pair(const Where& where) {
       try {
         two_passes(world, at::kFloat, paired);
       } catch (...) {
-        break_open("sim: another rank has failed");  // what stands still behind this one goes on
+        break_open("sim: another rank has failed");  // what waits for this rank resumes
         throw;
       }
     });
@@ -202,7 +203,7 @@ TEST(PairsOnDevices, EachEventBetweenTheirStreamsIsNeeded) {
   }
 }
 
-// Naive: the host comes behind the products and the exchange that the other pass has launched in its
+// Naive: the host waits for the products and the exchange that the other pass has launched in its
 // turn, so that each layer drains the device.
 TEST(PairsOnDevices, AReadOfCountsWaitsForNothingOfTheOtherPass) {
   for (const Where& where : places()) {
@@ -256,7 +257,7 @@ struct Filled {
   std::int64_t own = 0, of_other = 0;
 };
 
-/// What a rank's thread launches in pairs, while it lives.
+/// The launches of a rank's thread in pairs, while it lives.
 class PairLog {
  public:
   PairLog() {

@@ -70,7 +70,7 @@ struct Pair {
   std::array<std::deque<Message>, 2> sends{}, receives{};  ///< from the lower rank up, and down
 };
 
-/// Of a communicator, by its name: the k-th.
+/// Names an operation: the communicator, and k for its k-th operation.
 using Operation = std::pair<std::string, std::uint64_t>;
 
 struct State {
@@ -107,7 +107,7 @@ void wait_for_others(std::unique_lock<std::mutex>& lock, const std::string& what
        " s for the other ranks to connect");
 }
 
-/// What is shared under a name.
+/// Returns the object that is shared under a name.
 template <class Shared, class... Facts>
 std::shared_ptr<Shared> shared(std::map<std::string, std::shared_ptr<Shared>>& all,
                                const std::string& name, Facts... facts) {
@@ -116,7 +116,7 @@ std::shared_ptr<Shared> shared(std::map<std::string, std::shared_ptr<Shared>>& a
   return found;
 }
 
-/// Nobody's operations but those of the host.
+/// Operations of the host only: they belong to no rank.
 class OnTheHost {
   const at::AutoDispatchBelowADInplaceOrView below_;
 };
@@ -181,7 +181,7 @@ void carry_out(const std::map<int, Posted>& all, std::size_t index) {
   }
 }
 
-/// The last one that comes carries it out. Threads: whoever holds the mutex.
+/// Posts an operation; the last rank to come carries it out. Threads: the holder of the mutex.
 void post(Communicator& among, int rank, int device, Posted posted) {
   const std::uint64_t number = among.next[static_cast<std::size_t>(rank)]++;
   state().order[device].emplace_back(among.name, number);
@@ -202,7 +202,8 @@ void post(Communicator& among, int rank, int device, Posted posted) {
   among.under_way.erase(number);
 }
 
-/// A device takes its collectives one after the other. Whether all of them end so. Threads: as post().
+/// Finds collectives that would not all end if a device took its own one after the other. Threads:
+/// as post().
 void find_standstill() {
   auto& order = state().order;
   std::map<Operation, std::size_t> involved;  // devices
@@ -268,7 +269,7 @@ std::vector<std::string> take_nccl_findings() {
   }
   for (const auto& [name, pair] : state().pairs) {
     const auto drop = [&, &of = name](std::deque<Message>& ends, const char* who) {
-      if (!ends.empty()) left(std::string("nobody ") + who + " one of the " + of);
+      if (!ends.empty()) left(std::string("no rank ") + who + " one of the " + of);
       for (const Message& each : std::exchange(ends, {})) end_open(each.access);
     };
     for (auto& sends : pair->sends) drop(sends, "receives");
@@ -347,8 +348,8 @@ class ProcessGroupNCCL::Here {
     Message posted{sends ? copied(tensor) : in_place(tensor),
                    launch(end.stream, sends ? "nccl send" : "nccl recv", {{tensor, !sends}},
                           CarriedOut::kLater)};
-    // What is sent was copied: only who asks whether it is over has to know that nobody received it.
-    leave_open(posted.access, sends ? Behind::kResumes : Behind::kStandsStill);
+    // The sent values were copied, so only a query of its end has to know that no rank received it.
+    leave_open(posted.access, sends ? LaterLaunches::kRun : LaterLaunches::kWait);
     {
       const std::lock_guard lock(state().mutex);
       (sends ? end.pair->sends : end.pair->receives)[way].push_back(std::move(posted));
@@ -431,8 +432,8 @@ class ProcessGroupNCCL::Here {
   void launch_all() {
     std::vector<Added> all = std::exchange(pieces_, {});
     if (all.empty()) return;
-    require_apart(all);
-    std::vector<Accessed> accessed;
+    require_disjoint(all);
+    std::vector<TensorAccess> accessed;
     std::string name = "nccl";
     for (const Added& each : all) {
       accessed.push_back({each.source, false});
@@ -441,7 +442,7 @@ class ProcessGroupNCCL::Here {
     }
     Posted posted;
     posted.access = launch(current_stream(device_->index()), name, accessed);
-    leave_open(posted.access, Behind::kStandsStill);
+    leave_open(posted.access, LaterLaunches::kWait);
     for (Added& each : all) {
       each.piece.source = copied(each.source);
       each.piece.target = in_place(each.target);
@@ -451,8 +452,8 @@ class ProcessGroupNCCL::Here {
     post(*among_, rank_, device_->index(), std::move(posted));
   }
 
-  /// What one operation of a group writes no other one accesses.
-  void require_apart(const std::vector<Added>& all) const {
+  /// Requires that memory which one operation of a group writes is not accessed by another one.
+  void require_disjoint(const std::vector<Added>& all) const {
     const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
       const auto begin = [](const at::Tensor& one) {
         return reinterpret_cast<std::uintptr_t>(one.const_data_ptr());

@@ -1,6 +1,6 @@
-// The stand-in for c10d's class of this name: what our NCCL backend calls of it, between ranks that
-// are threads on simulated devices (stand_in.h). Found before libtorch's own by the files of
-// src/comm/backends/nccl as tests/sim/nccl compiles them, and by nobody else.
+// The stand-in for c10d's class of this name: the functions that our NCCL backend calls, between
+// ranks that are threads on simulated devices (stand_in.h). Only the files of
+// src/comm/backends/nccl as tests/sim/nccl compiles them find it before libtorch's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
