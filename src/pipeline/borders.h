@@ -1,8 +1,8 @@
 // Borders between stages: what both ends declare (tessera/pipeline.h), compared over the ranks of a
-// pipeline before anything is sent; and the messages that carry it across.
+// pipeline before anything is sent; and the messages that cross them.
 //
-// A message is one transfer a tensor, tagged by what it is (comm/p2p.h), so it meets its other end
-// whatever else travels. Next: runner.h.
+// A message is one transfer a tensor, tagged by its content (comm/p2p.h), so it meets its other end
+// in any order of transfers. Next: runner.h.
 #pragma once
 
 #include <cstddef>
@@ -27,31 +27,32 @@ namespace tessera::pipeline {
 
 std::string to_string(const BoundaryTensor& tensor);  ///< "Float [2, 3] with a gradient"
 
-/// What travels in a direction: activations; or gradients of those that have one, then what goes
-/// back beside them.
+/// Returns the tensors of a message in that direction: activations; or the gradients of those that
+/// have one, followed by those that a stage declares in addition.
 std::vector<BoundaryTensor> contents(const Boundary& boundary, Direction direction);
 
-/// Errors: kContract, naming the first tensor that is not as declared.
+/// Checks tensors against their declaration. Errors: kContract, naming the first tensor that
+/// differs.
 void require_as_declared(const Tensors& found, const std::vector<BoundaryTensor>& declared,
                          const char* what);
 
-/// The same, as messages name it.
+/// The direction as messages name it.
 comm::P2PTag::Direction p2p_direction(Direction direction);
 
-/// What the stages of one rank declare for each micro-batch of a step.
+/// The declarations of one rank's stages for each micro-batch of a step.
 class Borders {
  public:
-  /// `stages`: of the rank, ascending.
+  /// `stages` are those of the rank, ascending.
   Borders(const Schedule& schedule, std::vector<int> ids, const std::vector<Stage*>& stages);
 
-  /// `stage`: among those of the rank.
+  /// `stage` is one of the rank's.
   const Boundary& before(std::size_t stage, int micro_batch) const {
     return before_[at(stage, micro_batch)];
   }
   const Boundary& after(std::size_t stage, int micro_batch) const {
     return after_[at(stage, micro_batch)];
   }
-  /// The same in lines, for the other ranks.
+  /// The declarations as lines of text, for the other ranks.
   std::string in_lines() const;
   bool operator==(const Borders&) const = default;
 
@@ -63,18 +64,18 @@ class Borders {
   int stages_ = 0;  ///< of the whole pipeline
   int micro_batches_ = 0;
   std::vector<int> ids_;
-  std::vector<Boundary> before_;  ///< of the first stage empty
-  std::vector<Boundary> after_;   ///< of the last stage empty
+  std::vector<Boundary> before_;  ///< empty for the first stage
+  std::vector<Boundary> after_;   ///< empty for the last stage
 };
 
-/// What the ranks of a pipeline have agreed on last.
+/// The last agreement of the ranks of a pipeline.
 class Agreement {
  public:
-  /// All ranks run the same program, and the two ends of each border declare the same. One exchange
-  /// of 24 bytes, and of all declarations where those of some rank have changed. Returns the largest
-  /// of what the ranks propose as the number of the step. Collective; `group` is null where there is
-  /// one rank. Errors, on every rank: kConfig for another program; kContract naming stage, tensor
-  /// and what both ends declare.
+  /// Checks that all ranks run the same program, and that the two ends of each border declare the
+  /// same. Takes one exchange of 24 bytes, and one of all declarations where those of some rank
+  /// have changed. Returns the largest of the step numbers that the ranks propose. Collective;
+  /// `group` is null where there is one rank. Errors, on every rank: kConfig for another program;
+  /// kContract naming stage, tensor and what both ends declare.
   std::uint64_t renew(comm::Group* group, const ValidProgram& program, const Borders& borders,
                       std::uint64_t step);
 
@@ -82,33 +83,33 @@ class Agreement {
   std::optional<Borders> agreed_;
 };
 
-/// Of one step, between a rank of a pipeline and its neighbours: receives that are posted, sends
-/// that are under way, and the memory that both need.
+/// The messages of one step between a rank of a pipeline and its neighbours: receives that are
+/// posted, sends that are in flight, and the memory of both.
 class Messages {
  public:
-  /// `step`: different from that of all others that went through `mail`, the same on all its ranks.
+  /// `step` differs from that of all other messages that went through `p2p`, and is the same on all
+  /// its ranks.
   Messages(comm::P2P& p2p, std::uint64_t step, at::Device device)
       : p2p_(p2p), step_(step), device_(device) {}
 
-  /// Whether receives are better posted before the list asks for them.
+  /// Whether receives should be posted before the list asks for them.
   bool gain_by_early_receives() const { return p2p_.gains_by_early_receives(); }
-  /// `from`, `to`: ranks of the p2p.
+  /// `from` and `to` are ranks of the p2p.
   void post(const HandOver& what, int from, const std::vector<BoundaryTensor>& expected);
-  /// Of a receive that was posted. Errors: kComm.
+  /// Waits for a receive that was posted. Errors: kComm.
   Tensors wait_for(const HandOver& what);
   /// Keeps the tensors until they are sent.
   void send(const HandOver& what, int to, Tensors tensors);
-  /// Until it is sent, if it is under way. Errors: kComm.
+  /// Waits until it is sent, if it is in flight. Errors: kComm.
   void wait_for_send(const HandOver& what);
-  /// Lets go of what has been sent, once that may be a megabyte or many messages. Does not wait.
-  /// Errors: kComm.
+  /// Frees what has been sent, once that may be a megabyte or many messages. Does not wait. Errors:
+  /// kComm.
   void let_go();
-  /// Whether a rank that holds so many sends, of so many bytes, asks which of them are through. Over
-  /// Gloo a thread finds that out, and its waking costs more than a small message does: an F or B of
+  /// Whether a rank that holds so many sends, of so many bytes, asks which of them have ended. Over
+  /// Gloo a thread finds that out, and waking it costs more than a small message does: an F or B of
   /// empty stages took 350 us with it and 100 without.
   static bool are_worth_asking(std::size_t sends, std::size_t bytes);
-  /// Until so many are under way at most. `waiting` is told of each before it is waited for. Errors:
-  /// kComm.
+  /// Waits until at most so many are in flight. Calls `waiting` before each wait. Errors: kComm.
   template <class Waiting>
   void wait_for_sends(std::size_t most, const Waiting& waiting) {
     while (sends_.size() > most) {

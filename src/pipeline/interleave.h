@@ -26,7 +26,7 @@ constexpr auto words_of(Overlap) {
       {{"experts", Overlap::kExperts}, {"all", Overlap::kAll}, {"off", Overlap::kOff}});
 }
 
-/// What a forward or backward computes between two turns, in any unit of time.
+/// The computation of a forward or backward between two turns, in any unit of time.
 struct Piece {
   double compute = 0.0;
   /// From its issue at the end of the piece to its arrival, before which the side's next piece does
@@ -36,10 +36,10 @@ struct Piece {
 
   bool operator==(const Piece&) const = default;
 };
-/// Those of a side, in order.
+/// The pieces of a side, in order.
 using Pieces = std::vector<Piece>;
 
-/// Cuts `compute` into equal parts, with these exchanges behind all but the last one.
+/// Cuts `compute` into equal parts, with these exchanges after all but the last one.
 Pieces equal_pieces(double compute, const std::vector<double>& exchanges);
 
 /// Adds up what the pieces take one after the other.
@@ -66,13 +66,13 @@ std::string to_string(const std::vector<Turn>& turns);
 struct Interleaved {
   std::vector<Turn> turns;
   double time = 0.0;
-  double exposed = 0.0;  ///< of the exchanges: how long the thread stands waiting
+  double exposed = 0.0;  ///< of the exchanges: how long the thread waits
   double hidden = 0.0;   ///< of the exchanges: what is not exposed
 };
 
 /// Simulates pieces in the order of turns_of(): one thread computes, each exchange takes its time
-/// from its issue, whatever else is under way. Either side may be empty. Errors: kUsage where a
-/// time is negative or not finite, or a last piece has an exchange.
+/// from its issue, independent of the others. Either side may be empty. Errors: kUsage where a time
+/// is negative or not finite, or a last piece has an exchange.
 Interleaved interleave(const Pieces& forward, const Pieces& backward);
 
 }  // namespace tessera::pipeline

@@ -29,18 +29,18 @@ class RankList {
     const Action forward{ActionKind::kForward, stage(forward_chunk), forwards(forward_chunk)++};
     add({forward, next_backward(backward_chunk)});
   }
-  /// I; its W is put off.
+  /// I; its W is deferred.
   void input_gradient(int chunk) {
     add({{ActionKind::kInputGradient, stage(chunk), input_gradients(chunk)++}, {}});
     deferred_.push_back(chunk);
   }
-  /// The W that was put off first, whichever stage it is of.
+  /// The W that was deferred first, of any stage.
   void oldest_weight_gradient() {
     const int chunk = deferred_.front();
     deferred_.pop_front();
     weight_gradient(chunk);
   }
-  /// The W that was put off first of this stage.
+  /// The W of this stage that was deferred first.
   void weight_gradient_of(int chunk) {
     deferred_.erase(std::ranges::find(deferred_, chunk));
     weight_gradient(chunk);
@@ -53,7 +53,7 @@ class RankList {
   bool has_deferred(int chunk) const {
     return std::ranges::find(deferred_, chunk) != deferred_.end();
   }
-  std::size_t put_off() const { return deferred_.size(); }
+  std::size_t deferred() const { return deferred_.size(); }
 
   int& forwards(int chunk) { return counts(chunk).forwards; }
   int& input_gradients(int chunk) { return counts(chunk).input_gradients; }
@@ -141,7 +141,7 @@ void zero_bubble(RankList& list, int rank, const Shape& shape) {
     list.input_gradient(chunk);
     if (step >= rank) list.oldest_weight_gradient();
   });
-  while (list.put_off() > 0) list.oldest_weight_gradient();
+  while (list.deferred() > 0) list.oldest_weight_gradient();
 }
 
 // Qi et al., Pipeline Parallelism with Controllable Memory, 2024: the V with the memory of 1F1B.
@@ -173,7 +173,7 @@ void zero_bubble_v(RankList& list, int rank, const Shape& shape) {
     list.weight_gradient_of(kLeft);
   });
   while (list.has_deferred(kRight)) list.weight_gradient_of(kRight);
-  while (list.put_off() > 0) list.oldest_weight_gradient();
+  while (list.deferred() > 0) list.oldest_weight_gradient();
 }
 
 /// The sixth of DualPipeV's eight steps: backwards of both arms, from the middle on in halves.
@@ -222,7 +222,7 @@ void dual_pipe_v(RankList& list, int rank, const Shape& shape) {
     list.oldest_weight_gradient();
     list.input_gradient(kLeft);
   });
-  while (list.put_off() > 0) list.oldest_weight_gradient();
+  while (list.deferred() > 0) list.oldest_weight_gradient();
 }
 
 /// Runs two forwards more ahead for each rank behind. With one, as in 1F1B, a pair would wait for

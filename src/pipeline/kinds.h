@@ -23,11 +23,11 @@ enum class Kind : std::uint8_t {
   kZeroBubble,             ///< ZB1P: 1F1B whose W fill the bubble
   kInterleavedZeroBubble,  ///< the same over several stages a rank
   kZeroBubbleV,            ///< ZBV: two stages a rank, the way back passes the ranks in reverse
-  kDualPipeV,              ///< the same placement, F and B of two stages side by side
-  kPairedOneFOneB,         ///< Paired1F1B: 1F1B with each F beside the B of an earlier micro-batch
+  kDualPipeV,              ///< the same placement, F and B of two stages in one slot
+  kPairedOneFOneB,  ///< Paired1F1B: 1F1B with each F paired with the B of an earlier micro-batch
 };
 
-/// How stages lie on ranks.
+/// How stages are placed on ranks.
 enum class Placement : std::uint8_t {
   kLoop,  ///< stage s on rank s mod ranks
   kV,     ///< two stages a rank: r and 2 x ranks - 1 - r
@@ -36,20 +36,20 @@ enum class Placement : std::uint8_t {
 struct KindRow {
   Kind kind;
   std::string_view name;
-  std::string_view also = {};  ///< PyTorch's name, where it is another one
+  std::string_view also = {};  ///< PyTorch's name, where it differs
   Placement placement = Placement::kLoop;
-  int stages_per_rank = 1;  ///< where nobody says another number
+  int stages_per_rank = 1;  ///< by default
   bool any_stages = false;  ///< whether another number has a meaning
 };
 const std::vector<KindRow>& kinds();
 const KindRow& row_of(Kind kind);
 
-/// Case does not matter, PyTorch's names of classes ("ScheduleZBVZeroBubble") are names, too.
-/// Errors: kConfig for another name; lists those that there are.
+/// Finds a kind by name. Case does not matter; PyTorch's class names ("ScheduleZBVZeroBubble") are
+/// names, too. Errors: kConfig for another name; lists the known ones.
 Kind kind_named(std::string_view name);
 /// The same; none for another name.
 std::optional<Kind> find_kind(std::string_view name);
-/// All of them, for messages.
+/// Lists all names, for messages.
 std::string kind_names();
 
 struct Shape {
@@ -58,13 +58,13 @@ struct Shape {
   int micro_batches = 1;
 };
 
-/// Rank of each stage. Errors: kConfig for less than one rank or stage, for more than kMostStages
-/// in all, for a V of other than two stages a rank.
+/// Returns the rank of each stage. Errors: kConfig for less than one rank or stage, for more than
+/// kMostStages in all, for a V of other than two stages a rank.
 std::vector<int> place_stages(Placement placement, int ranks, int stages_per_rank);
 
-/// Of two schedules of one shape it gives the same value, on every rank. Errors: kConfig with the
+/// Makes a schedule: the same value on every rank for the same shape. Errors: kConfig with the
 /// numbers: less than one of something; stages a rank that the kind has no meaning for; fewer
-/// micro-batches than it needs (1F1B: ranks; DualPipeV: stages) or, of the interleaved kinds, no
+/// micro-batches than it needs (1F1B: ranks; DualPipeV: stages) or, for the interleaved kinds, no
 /// multiple of the rounds (micro-batches / ranks, at least 1); more than can be of use.
 Schedule make_schedule(Kind kind, const Shape& shape);
 

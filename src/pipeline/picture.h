@@ -1,4 +1,4 @@
-// A simulated schedule as a picture: SVG, a row a rank, time to the right. Pure.
+// Draws a simulated schedule as SVG, a row a rank, time to the right. Pure.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace tessera::pipeline {
 
-/// Boxes bear their micro-batch and the colour of what is done, later stages of a rank in a darker
+/// Boxes bear their micro-batch and the colour of their action, later stages of a rank a darker
 /// one; a pair is an F above its B. Titles (what a viewer shows under the pointer) have slot and
 /// times.
 std::string to_svg(const Schedule& schedule, const Simulated& simulated);

@@ -167,7 +167,7 @@ std::optional<Transfer> parse_transfer(std::string_view text) {
     const bool sends = word.end == Transfer::End::kSend;
     const int from = sends ? numbers->stage : numbers->stage + (upwards ? -1 : 1);
     const HandOver what{word.direction, from, numbers->micro_batch};
-    if (what.from < 0 || what.to() < 0) return std::nullopt;  // stage 0 has nobody before it
+    if (what.from < 0 || what.to() < 0) return std::nullopt;  // no stage is before stage 0
     return Transfer{word.end, what};
   }
   return std::nullopt;

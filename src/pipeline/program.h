@@ -1,9 +1,9 @@
-// What a rank does for a schedule, messages and parameters included: a schedule, lowered. Pure.
+// A program: a schedule lowered to all that a rank does, messages and parameters included. Pure.
 //
-// The lists of a schedule leave open when messages and a stage's parameters move; here it is
-// written down. A receive is posted before it is needed and waited for by the slot that needs it; a
-// send ends at the latest with the step. The turn of a V sends nothing. Next: validate.h, which
-// says whether such lists end.
+// The lists of a schedule leave open when messages and a stage's parameters move; a program says
+// it. A receive is posted before it is needed and waited for by the slot that needs it; a send ends
+// at the latest with the step. The turn of a V sends nothing. Next: validate.h, which says whether
+// such lists end.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +25,11 @@ struct Transfer {
   HandOver what;
   bool operator==(const Transfer&) const = default;
 
-  /// Of this end: the stage of the rank that sends or receives.
+  /// The stage of this end: the one of the rank that sends or receives.
   int stage() const { return end == End::kSend ? what.from : what.to(); }
 };
 
-/// What becomes of a stage's parameters.
+/// A change of a stage's parameters.
 struct Residency {
   enum class Move : std::uint8_t {
     kUnshard,  ///< before its first F
@@ -46,7 +46,7 @@ using Step = std::variant<Slot, Transfer, Residency>;
 
 /// In PyTorch's words: "3F0", "(0F3;3B1)OVERLAP_F_B", "1RECV_F0", "0SEND_B2", "2UNSHARD".
 std::string to_string(const Step& step);
-/// The reverse for one end of a message; none for anything else, also where there is no such stage.
+/// The reverse for one end of a message; none for any other text, and where there is no such stage.
 std::optional<Transfer> parse_transfer(std::string_view text);
 
 struct Program {
@@ -56,16 +56,16 @@ struct Program {
   bool operator==(const Program&) const = default;
 };
 
-/// Receives are posted before the slot that lies `receives_ahead` before the one that needs them;
-/// sends and moves follow the slot that makes them possible. Stages must be those of rank_of; the
-/// schedule need not be valid.
+/// Lowers a schedule, which need not be valid. Receives are posted before the slot that lies
+/// `receives_ahead` before the one that needs them; sends and moves follow the slot that makes them
+/// possible. Stages must be those of rank_of.
 Program lower(const Schedule& schedule, int receives_ahead = 1);
 
-/// The same with other moves of parameters: where the slots ask for them. A file may have none, or
-/// wrong ones.
+/// Returns the program with parameters moved where its slots need that. A file may have no moves,
+/// or wrong ones.
 Program with_moves(const Program& program);
 
-/// The slots alone.
+/// Returns the slots alone.
 Schedule schedule_of(const Program& program);
 
 }  // namespace tessera::pipeline

@@ -48,8 +48,8 @@ struct Place {
   std::optional<HandOver> sends;      ///< that is not through
 };
 
-/// Whether somebody beside the caller can write to it: it may be a buffer that the stage fills again
-/// for the next micro-batch, or a view of one. What autograd has saved of a result nobody writes to.
+/// Whether another owner may write to it: it may be a buffer that the stage fills again for the
+/// next micro-batch, or a view of one. A result that autograd has saved is not written to.
 bool may_be_refilled(const at::Tensor& tensor) {
   if (tensor.requires_grad()) {
     if (tensor.is_leaf()) return false;
@@ -60,8 +60,8 @@ bool may_be_refilled(const at::Tensor& tensor) {
   return !is_counted || tensor.use_count() > 1 || tensor.storage().use_count() > 1;
 }
 
-/// What a stage gives away, without its graph: as it is now, since a message leaves later, and on
-/// the turn of a V the next stage reads it later.
+/// Returns what a stage passes on, without its graph and with its present values: a message leaves
+/// later, and on the turn of a V the next stage reads it later.
 at::Tensor given_away(const at::Tensor& tensor) {
   return may_be_refilled(tensor) ? tensor.detach().clone() : tensor.detach();
 }
@@ -147,14 +147,14 @@ class Walk {
   int rank_of(int stage) const {
     return program_.schedule().rank_of[static_cast<std::size_t>(stage)];
   }
-  /// Of a stage, among those of the rank.
+  /// Returns the index of a stage among those of the rank.
   std::size_t local(int stage) const { return local_.find(stage)->second; }
   int in_scope(int stage) const { return static_cast<int>(local(stage)); }
   Flight& flight(const Action& action) {
     return flights_[local(action.stage) * micro_batches() +
                     static_cast<std::size_t>(action.micro_batch)];
   }
-  /// Of what is handed over, as the end on this rank declares it.
+  /// Returns the declaration of what is handed over by this rank's end.
   const Boundary& border_of(const HandOver& what, int stage) const {
     const bool above = what.from == stage ? what.to() > stage : what.from > stage;
     return above ? borders_.after(local(stage), what.micro_batch)
@@ -202,7 +202,7 @@ class Walk {
     }
   }
 
-  /// What the action needs of another stage, once it is here.
+  /// Waits for what the action needs of another stage, and returns it.
   Tensors wait_for(const Action& action) {
     const auto what = needed_by(action, program_.schedule().stages());
     if (!what) return {};
@@ -273,7 +273,7 @@ class Walk {
     trace->add(std::move(span));
   }
 
-  /// Runs a pair: all that both need has arrived, and all that they give is sent when the slot ends.
+  /// Runs a pair: all inputs of both have arrived, and all outputs are sent when the slot ends.
   void side_by_side(const Action& forward, Tensors inputs, const Action& backward,
                     Tensors gradients) {
     if (scope_ == nullptr || !overlaps_) {
@@ -386,7 +386,7 @@ class Walk {
     leave(action, flight, std::move(outputs));
   }
 
-  /// What goes to the stage after has no graph; of the graph the edges stay.
+  /// Sends outputs without their graph to the stage after; keeps the graph's edges.
   void leave(const Action& action, Flight& flight, Tensors outputs) {
     const auto& after = borders_.after(local(action.stage), action.micro_batch).activations;
     require_as_declared(outputs, after, "output");
@@ -437,7 +437,7 @@ class Walk {
       torch::autograd::Engine::get_default_engine().execute(
           begins.edges, begins.gradients, /*keep_graph=*/false, /*create_graph=*/false,
           /*accumulate_grad=*/true);
-      // Of a pair: the graph's nodes go, and the forward goes on.
+      // In a pair the graph's nodes are freed, and the forward continues.
       begins.edges.clear();
       begins.gradients.clear();
     }
@@ -456,7 +456,7 @@ class Walk {
     }
   }
 
-  /// What the stage before is given.
+  /// Returns the gradients for the stage before.
   Tensors gradients_of(const Action& action, const Tensors& inputs) {
     const auto& before = borders_.before(local(action.stage), action.micro_batch);
     Tensors tensors;
@@ -525,7 +525,7 @@ Ties ties_of(const Mesh& mesh) {
 
 Runner::Runner(Ties ties) : ties_(std::move(ties)) {
   TESSERA_INVARIANT((ties_.p2p == nullptr) == (ties_.group == nullptr),
-                    "mail and group have the same ranks");
+                    "p2p and group have the same ranks");
 }
 
 std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<Stage*>& stages,
@@ -582,7 +582,7 @@ void Runner::fail(const std::exception& error, const std::string& place) {
   // Who only notices what began on another rank is not taken for the culprit.
   if (dynamic_cast<const comm::LostRank*>(&error) != nullptr) throw comm::LostRank(text);
   if (known != nullptr) throw Error(known->kind(), text);
-  // What libtorch has thrown stays inside: that memory has run out is told by it.
+  // libtorch's error stays inside: it tells that memory has run out.
   std::throw_with_nested(Error(ErrorKind::kUsage, text));
 }
 

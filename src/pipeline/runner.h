@@ -1,20 +1,20 @@
-// The runner: walks the list of one rank of a valid program, whatever the schedule.
+// The runner: executes the list of one rank of a valid program of any schedule.
 //
-// What a step of the list does:
+// The steps of a list:
 //   F  waits for the activations that the stage before has sent, and makes fresh leaves of them:
 //      the backward of each stage is a graph task of its own. Of its outputs only autograd's edges
-//      stay here; the memory goes when the message has gone, unless the graph itself saves it.
-//   B  begins with what came back from the stage after (the last stage: with its losses); what
-//      autograd leaves on the leaves goes to the stage before, zeros where it leaves nothing.
-//   I  the same, but weight gradients of layers that can put them off wait (StepScope).
-//   W  forms those of one stage and micro-batch. Nothing, where all were formed in I.
+//      stay here; the memory is freed when the message has been sent, unless the graph saves it.
+//   B  begins with the gradients of the stage after (the last stage: with its losses); gradients of
+//      the leaves go to the stage before, zeros where autograd leaves none.
+//   I  the same, but layers that can defer their weight gradients do so (StepScope).
+//   W  forms those of one stage and micro-batch. Does nothing where all were formed in I.
 //   messages: receives are posted where the list says, so before the slot that needs them, small
-//      ones before that where messages gain by it; a send keeps its memory until it is through, at
+//      ones before that where the transport gains by it; a send keeps its memory until it ends, at
 //      the latest to the end of the step. Between two stages of one rank (the turn of a V) tensors
 //      are handed over without message or copy.
-// A slot of an F and a B is a pair: where Parameters::overlap says so, exchanges of one are under way
-// while the other one computes (StepScope::run_pair), else they run in turn. What both need has
-// arrived before, what they give is sent when the slot ends.
+// A slot of an F and a B is a pair: where Parameters::overlap says so, exchanges of one are in
+// flight while the other one computes (StepScope::run_pair), else they run in turn. The inputs of
+// both have arrived before; the outputs of both are sent when the slot ends.
 //
 // An exception in a slot gets the rank, stage, micro-batch and slot into its message, and aborts
 // the World: the others end where they wait. Next: borders.h.
@@ -39,23 +39,24 @@ class StepScope;
 
 namespace tessera::pipeline {
 
-/// What one rank of a pipeline talks through. P2P and group have the ranks of the pipeline in
-/// their order; both are null where there is one.
+/// The connections of one rank of a pipeline. P2P and group have the ranks of the pipeline in their
+/// order; both are null where there is one.
 struct Ties {
   std::shared_ptr<World> world;  ///< told of failures
   std::shared_ptr<comm::P2P> p2p;
   std::shared_ptr<comm::Group> group;  ///< control messages
   at::Device device = at::kCPU;        ///< the World's: of what arrives
 };
-/// Along the axis "pp". Collective among its ranks, the first time.
+/// Connects the ranks along the axis "pp". Collective among them, the first time.
 Ties ties_of(const Mesh& mesh);
 
-/// Who holds the parameters of a rank's stages, while a step runs.
+/// The parameters of a rank's stages while a step runs.
 struct Parameters {
-  StepScope* scope = nullptr;  ///< one stage in it for each; null: plain modules
-  /// Gradients are reduced after each B or W (StepScopeOptions::sync_every_micro_batch), not once.
+  StepScope* scope = nullptr;  ///< with one stage for each; null: plain modules
+  /// Whether gradients are reduced after each B or W (StepScopeOptions::sync_every_micro_batch),
+  /// not once.
   bool reduce_every = false;
-  bool overlap = true;  ///< pairs run under each other, where there is a scope
+  bool overlap = true;  ///< whether pairs run interleaved, where there is a scope
 };
 
 class Runner {
@@ -64,11 +65,11 @@ class Runner {
 
   int rank() const { return ties_.p2p != nullptr ? ties_.p2p->rank() : 0; }
 
-  /// A step. `stages`: those of this rank, ascending. The scope is finished here. Without a
+  /// Runs a step, and finishes the scope. `stages`: those of this rank, ascending. Without a
   /// backward (Passes::kForward) no graph is made. Returns what the last stage's forward returned
   /// for each micro-batch, without graphs, on its rank; else nothing. Collective among the ranks of
-  /// the pipeline. Errors: as Agreement::renew; those of stages and messages, see above; on CUDA
-  /// as ValidProgram::require_messages_in_order.
+  /// the pipeline. Errors: as Agreement::renew; those of stages and messages, see above; on CUDA as
+  /// ValidProgram::require_messages_in_order.
   std::vector<Tensors> run(const ValidProgram& program, const std::vector<Stage*>& stages,
                            const Parameters& parameters);
 

@@ -115,7 +115,7 @@ Schedule forward_schedule(const std::vector<int>& rank_of, int ranks, int micro_
                     std::vector<std::vector<Slot>>(static_cast<std::size_t>(ranks))};
   const int stages = schedule.stages();
   // In waves: were there a rank for each stage, F of stage s and micro-batch k would run at s + k.
-  // What it needs is one wave earlier, so that no rank waits for itself.
+  // Its input is made one wave earlier, so that no rank waits for itself.
   for (int wave = 0; wave < stages + micro_batches - 1; ++wave) {
     for (int k = std::max(0, wave - stages + 1); k <= std::min(wave, micro_batches - 1); ++k) {
       const auto rank = static_cast<std::size_t>(rank_of[static_cast<std::size_t>(wave - k)]);

@@ -1,9 +1,10 @@
-// A pipeline schedule as a value: for every rank the list of what it computes, in order. Pure.
+// A pipeline schedule as a value: for every rank the list of its actions, in order. Pure.
 //
 // The layers of a model are cut into stages, the batch into micro-batches; a stage lies on one
 // rank, a rank may hold several. Nothing here says when a slot runs, only after which other slots
-// of its rank. What travels between ranks follows from the lists (program.h), whether they can run
-// says validate.h, how long they take simulate.h, who makes them kinds.h.
+// A schedule does not say when a slot runs, only after which other slots of its rank. The messages
+// between ranks follow from the lists (program.h); validate.h says whether the lists can run,
+// simulate.h how long they take, kinds.h makes them.
 //
 // F forward, B backward, which may be cut in two: I gradient of the stage's input, W gradients of
 // its weights. Text of an action, as PyTorch writes it: <stage><op><micro-batch>, "3F0".
@@ -24,14 +25,14 @@ namespace tessera::pipeline {
 enum class ActionKind : std::uint8_t {
   kForward,         ///< F
   kInputGradient,   ///< I: needs what the next stage's I or B sends
-  kWeightGradient,  ///< W: after the I of its micro-batch, needs nobody else
+  kWeightGradient,  ///< W: after the I of its micro-batch, needs no other stage
   kBackward,        ///< B: I and W at once
 };
 inline constexpr std::size_t kActionKinds = 4;
 
 char op_of(ActionKind kind);
 
-/// What a stage does for one micro-batch.
+/// One computation of a stage for a micro-batch.
 struct Action {
   ActionKind kind = ActionKind::kForward;
   int stage = 0;
@@ -45,7 +46,7 @@ struct Action {
 };
 std::string to_string(const Action& action);
 
-/// One action, or an F with a B beside it, which may run under each other.
+/// One action, or a pair of an F and a B, which may run interleaved.
 struct Slot {
   Action action;
   std::optional<Action> paired;  ///< a B, where `action` is an F
@@ -62,13 +63,12 @@ struct Slot {
 /// "3F0"; two as "(0F3;3B1)".
 std::string to_string(const Slot& slot);
 
-/// Far above any pipeline, so that no file and no command line asks for memory that it has no use
-/// for.
+/// Far above any pipeline, so that no file and no command line asks for memory without use.
 inline constexpr int kMostStages = 4096;
 inline constexpr int kMostMicroBatches = 65536;
-/// Of stages x micro-batches: what is validated and simulated in some seconds.
+/// The most stages x micro-batches: these are validated and simulated in some seconds.
 inline constexpr std::int64_t kMostCells = std::int64_t{1} << 18;
-/// Errors: `kind`, of the list of this name.
+/// Errors: `kind`, for the list of this name.
 void require_few_cells(std::int64_t stages, std::int64_t micro_batches, ErrorKind kind,
                        std::string_view name);
 
@@ -78,7 +78,7 @@ std::optional<Slot> parse_slot(std::string_view text);
 
 struct Schedule {
   int micro_batches = 0;
-  /// Of each stage; -1 where a file has none of its actions, which validate() says.
+  /// The rank of each stage; -1 where a file has none of its actions, which validate() reports.
   std::vector<int> rank_of;
   std::vector<std::vector<Slot>> slots;  ///< of each rank, in its order
 
@@ -89,11 +89,11 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-/// Its F alone, in their order: what computes losses and logits without gradients.
+/// Returns its F alone, in their order: what computes losses and logits without gradients.
 Schedule forward_only(const Schedule& schedule);
 
-/// F alone, of any number of micro-batches, on stages that lie so: what computes losses of other
-/// batches than those of a step.
+/// Returns F alone, of any number of micro-batches, on stages placed so: what computes losses of
+/// other batches than those of a step.
 Schedule forward_schedule(const std::vector<int>& rank_of, int ranks, int micro_batches);
 
 /// A line a rank: "rank 0: 0F0 0F1 (0F2;3B0)".
@@ -104,7 +104,8 @@ enum class Direction : std::uint8_t {
   kBackward,  ///< gradients, to the stage before
 };
 
-/// What one stage hands to its neighbour for one micro-batch: made by `from`, needed by `to`.
+/// The tensors that one stage passes to its neighbour for one micro-batch: made by `from`, needed
+/// by `to`.
 struct HandOver {
   Direction direction = Direction::kForward;
   int from = 0;  ///< stage
@@ -116,12 +117,12 @@ struct HandOver {
 /// "activations of stage 1, micro-batch 0", "gradients of ...".
 std::string to_string(const HandOver& hand_over);
 
-/// What the action gives to another stage, if it is not the last to have something to give.
+/// Returns what the action gives to another stage; none if there is no such stage.
 std::optional<HandOver> given_by(const Action& action, int stages);
-/// What the action waits for from another stage. W waits for its own stage only.
+/// Returns what the action waits for from another stage. W waits for its own stage only.
 std::optional<HandOver> needed_by(const Action& action, int stages);
 
-/// Whether it travels: the turn of a V is handed over within a rank.
+/// Whether it is a message: the turn of a V is handed over within a rank.
 bool is_message(const HandOver& hand_over, const Schedule& schedule);
 
 }  // namespace tessera::pipeline

@@ -28,7 +28,7 @@ void check_costs(const Costs& costs, std::size_t stages) {
   }
 }
 
-/// What a rank holds while its list runs.
+/// The memory that a rank holds while its list runs.
 class Memory {
  public:
   explicit Memory(const Costs& costs) : costs_(costs) {}

@@ -1,8 +1,8 @@
-// How long a schedule takes, and what a rank holds meanwhile, for given costs. Pure.
+// Simulates how long a schedule takes, and what a rank holds meanwhile, for given costs. Pure.
 //
-// A model of the runner: a rank does its slots one after the other, each as soon as what it needs
-// has arrived; a message leaves when its slot ends, but not before its receive is posted, and holds
-// up nobody. Costs have any unit, all the same one.
+// A model of the runner: a rank runs its slots one after the other, each as soon as what it needs
+// has arrived; a message leaves when its slot ends, but not before its receive is posted, and
+// blocks no rank. Costs have any one unit.
 #pragma once
 
 #include <optional>
@@ -18,12 +18,12 @@ struct StageCosts {
   double forward = 1.0;
   double input_gradient = 1.0;
   double weight_gradient = 1.0;
-  /// None: that of I and of W.
+  /// None: the sum of I and W.
   std::optional<double> backward = {};
-  /// Of the slot in which this stage's F has a B beside it. None: what the turns of their pieces
-  /// take, or, where there are no pieces, both one after the other.
+  /// The slot in which this stage's F is paired with a B. None: what the turns of their pieces
+  /// take, or, without pieces, both one after the other.
   std::optional<double> paired = {};
-  /// What F, and B or I, compute between their exchanges (with_exchanges()); empty without any.
+  /// The computation of F, and of B or I, between exchanges (with_exchanges()); empty without any.
   Pieces forward_pieces = {};
   Pieces backward_pieces = {};
   /// From the end of a slot to the arrival at another rank.
@@ -31,7 +31,7 @@ struct StageCosts {
   double send_backward = 0.0;
   /// Held for a micro-batch from its F to its I or B.
   double live_bytes = 0.0;
-  /// Held from its I to its W. With recomputation this is more than the former: what W needs has
+  /// Held from its I to its W. With recomputation this is more than live_bytes: what W needs has
   /// been computed again.
   double deferred_bytes = 0.0;
 
@@ -40,23 +40,23 @@ struct StageCosts {
 
 /// Exchanges within a stage, over the ranks that share its layers.
 struct Exchanges {
-  int forward = 0;   ///< of a layer, in its forward
-  int backward = 0;  ///< of a layer, in its backward: with recomputation also the repeated ones
+  int forward = 0;   ///< of a layer in its forward
+  int backward = 0;  ///< of a layer in its backward: with recomputation also the repeated ones
   int layers = 1;    ///< of a stage
   double cost = 0.0;
 };
 
-/// Adds exchanges to what a stage computes: F and I take longer, and pairs take turns. Computing is
-/// cut into equal pieces; a backward passes the turn once more a layer, behind the last exchange of
-/// it, as experts do where they form their weight gradients.
+/// Adds exchanges to what a stage computes: F and I take longer, and pairs take turns. The
+/// computation is cut into equal pieces; a backward passes the turn once more a layer, after the
+/// layer's last exchange, as experts do where they form their weight gradients.
 StageCosts with_exchanges(const StageCosts& computing, const Exchanges& exchanges);
 
-/// Of each stage.
+/// The costs of each stage.
 using Costs = std::vector<StageCosts>;
 
 struct SlotTime {
   double all = 0.0;
-  double exposed = 0.0;  ///< of its exchanges: the rank stands waiting for them
+  double exposed = 0.0;  ///< of its exchanges: the rank waits for them
   double hidden = 0.0;   ///< of its exchanges: the rest
 };
 SlotTime time_of(const Slot& slot, const Costs& costs);
@@ -72,8 +72,8 @@ struct SimulatedRank {
   int peak_live_chunks = 0;  ///< validate.h
   double peak_bytes = 0.0;   ///< live and deferred
   double peak_deferred_bytes = 0.0;
-  int most_open_sends = 0;        ///< that have not arrived, at once: the memory that they keep
-  double exposed_exchange = 0.0;  ///< of `busy`: the rank stands waiting for exchanges
+  int most_open_sends = 0;  ///< most sends that have not arrived at once: the memory that they keep
+  double exposed_exchange = 0.0;  ///< of `busy`: the rank waits for exchanges
   double hidden_exchange = 0.0;   ///< the rest of the exchanges' time
   std::vector<TimeSpan> slots;
 };
@@ -81,14 +81,14 @@ struct SimulatedRank {
 struct SimulatedMessage {
   HandOver what;
   double sent = 0.0;
-  double posted = 0.0;  ///< its receive
+  double posted = 0.0;  ///< when its receive was
   double arrived = 0.0;
 };
 
 struct Simulated {
   double makespan = 0.0;
   std::vector<SimulatedRank> ranks;
-  std::vector<SimulatedMessage> messages;  ///< in the order of what they are of
+  std::vector<SimulatedMessage> messages;  ///< in the order of their content
 };
 
 /// The program must be valid. Errors: kUsage where there are not the costs of each stage, or one is

@@ -14,11 +14,11 @@
 namespace tessera::pipeline {
 namespace {
 
-/// What a clock of nanoseconds in 64 bits holds: 285 years.
+/// The range of a clock of nanoseconds in 64 bits: 285 years.
 constexpr double kMostMilliseconds = 9e12;
 
-/// A wait that ends sooner has not waited, in ms; nor one that is a small part of the message's time:
-/// a receiver that comes late may still be held up a little.
+/// A wait that ends sooner, in ms, does not count, nor one that is a small part of the message's
+/// time: a receiver that comes late may still wait a little.
 constexpr double kNoticed = 0.02;
 constexpr double kShareWaited = 0.25;
 constexpr double kMostTensors = 1e6;
@@ -28,7 +28,7 @@ TraceClock::time_point time_of(double ms) {
       std::chrono::duration<double, std::milli>(ms)));
 }
 
-/// Of all spans of one name.
+/// The mean of all spans of one name.
 class Mean {
  public:
   void add(double value) {
@@ -43,7 +43,7 @@ class Mean {
   int count_ = 0;
 };
 
-/// Of one tensor of a message, once a step.
+/// The spans of one tensor of a message, once a step.
 struct TensorSpans {
   std::vector<double> sent;  ///< when its send was posted
   std::vector<TimeSpan> receives;
@@ -53,7 +53,7 @@ struct TensorSpans {
 
 using MessageSpans = std::map<std::int64_t, TensorSpans>;  ///< by tensor
 
-/// What a trace says, in milliseconds.
+/// The measurements of a trace, in milliseconds.
 struct Measured {
   std::map<std::pair<int, ActionKind>, Mean> actions;  ///< of stages
   std::map<int, Mean> paired;                          ///< of the F's stage
@@ -118,7 +118,7 @@ struct Journey {
   bool is_exact = false;  ///< else at most so long
 };
 
-/// Of several steps the n-th send is taken by the n-th receive.
+/// In a trace of several steps the n-th receive takes the n-th send.
 std::optional<Journey> journey(const MessageSpans& tensors, std::size_t step) {
   std::optional<double> begin;
   double end = 0.0;
@@ -138,8 +138,8 @@ std::optional<Journey> journey(const MessageSpans& tensors, std::size_t step) {
   return found;
 }
 
-/// Of all messages that a stage sends in a direction: the mean of those that somebody waited for,
-/// else the shortest; 0 where there are none.
+/// Returns the cost of all messages that a stage sends in a direction: the mean of those that a
+/// rank waited for, else the shortest; 0 where there are none.
 double cost_of_messages(const Measured& measured, int from, Direction direction) {
   Mean exact;
   std::optional<double> least;
@@ -192,7 +192,7 @@ class StageOfTrace {
     }
     const auto backward = measured_.of_backward(backward_stage);
     costs_.paired = expect(measured_.of(stage_, ActionKind::kForward), "F") +
-                    expect(backward, concat("B beside it, of stage ", backward_stage));
+                    expect(backward, concat("B paired with it, of stage ", backward_stage));
   }
 
   const StageCosts& costs() const { return costs_; }

@@ -112,11 +112,11 @@ Split improved(Split split, const LayerCosts& costs, const std::vector<int>& ran
 }
 
 void check_layers(int layers, int stages) {
-  TESSERA_CHECK(layers >= fewest_layers(stages), ErrorKind::kConfig, "pipeline.split: found ",
-                layers, " layers for ", stages, " stages, expected at least ",
-                fewest_layers(stages),
-                " (one a stage, the first and the last may do with embedding and head); take fewer "
-                "ranks or stages a rank");
+  TESSERA_CHECK(
+      layers >= fewest_layers(stages), ErrorKind::kConfig, "pipeline.split: found ", layers,
+      " layers for ", stages, " stages, expected at least ", fewest_layers(stages),
+      " (one a stage, the first may hold the embedding alone, the last the head); take fewer "
+      "ranks or stages a rank");
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Which layers of a model a stage has. Pure.
+// Splits the layers of a model into stages. Pure.
 //
-// The embedding goes with the first stage, final norm and head with the last one. A stage has a
-// layer at least, but that the first may hold the embedding alone and the last the head.
+// The embedding is in the first stage, final norm and head are in the last one. A stage has at
+// least one layer, except that the first may hold the embedding alone and the last the head.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace tessera::pipeline {
 
-/// What a micro-batch costs, in any unit: of each layer, of what stands before them (the embedding)
-/// and after them (norm and head).
+/// The costs of a micro-batch, in any unit: of each layer, of what is before the layers (the
+/// embedding) and after them (norm and head).
 struct LayerCosts {
   std::vector<double> layers;
   double before = 0.0;
@@ -27,22 +27,23 @@ struct Split {
   bool operator==(const Split&) const = default;
 };
 
-/// What a stage has: "embedding, layers 0-3".
+/// Lists the parts of a stage: "embedding, layers 0-3".
 std::string layers_text(const Split& split, int stage);
 /// "stage 0: embedding, layers 0-3; stage 1: layers 4-7, head".
 std::string to_string(const Split& split);
 
-/// The largest cost of a rank (the sum over its stages) is as small as can be, then the next one,
-/// then that of a stage: exactly so where all layers cost the same or a rank has one stage, else no
-/// layer that changes its stage makes it smaller. `rank_of`: of each stage. Errors: kConfig with
-/// the numbers where there are fewer layers than stages need.
+/// Makes the largest cost of a rank (the sum over its stages) as small as can be, then the next
+/// one, then that of a stage: exactly where all layers cost the same or a rank has one stage, else
+/// so that no layer that changes its stage makes it smaller. `rank_of`: of each stage. Errors:
+/// kConfig with the numbers where there are fewer layers than stages need.
 Split split_by_cost(const LayerCosts& costs, const std::vector<int>& rank_of);
 
-/// Errors: kConfig with the numbers for another count than stages, layers out of order or out of
-/// range, a first one that is not 0, a stage in the middle without a layer.
+/// Splits before the given layers. Errors: kConfig with the numbers for another count than stages,
+/// layers out of order or out of range, a first one that is not 0, a stage in the middle without a
+/// layer.
 Split split_as_given(const std::vector<int>& first_layers, int layers, int stages);
 
-/// Of each stage, embedding and head counted.
+/// Returns the cost of each stage, embedding and head included.
 std::vector<double> stage_costs(const Split& split, const LayerCosts& costs);
 
 }  // namespace tessera::pipeline

@@ -26,7 +26,7 @@ void require_valid(const Validation& validation) {
                      ", expected one that can run; tessera schedule FILE names all:", text));
 }
 
-/// Of the slots alone.
+/// Makes a program of the slots alone.
 Program slots_of(const Schedule& schedule) {
   Program program{schedule.micro_batches, schedule.rank_of, {}};
   for (const auto& slots : schedule.slots) program.steps.emplace_back(slots.begin(), slots.end());

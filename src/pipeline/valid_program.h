@@ -1,6 +1,6 @@
-// A program that can run: validate() has found nothing against it. Pure.
+// A program that can run: validate() has found no fault in it. Pure.
 //
-// What a runner takes (runner.h), so that nothing unchecked is run. Next: runner.h.
+// A runner (runner.h) takes only this type, so that nothing unchecked runs. Next: runner.h.
 #pragma once
 
 #include <cstdint>
@@ -13,23 +13,23 @@ namespace tessera::pipeline {
 
 class ValidProgram {
  public:
-  /// With messages as lower() has them. Errors: kConfig with the findings.
+  /// Takes messages as lower() makes them. Errors: kConfig with the findings.
   explicit ValidProgram(const Schedule& schedule, Passes passes = Passes::kForwardAndBackward);
-  /// Of a file: messages stand where it says, or as lower() has them where it has none
-  /// (has_messages()); moves of parameters where the slots ask for them, whatever it says. Errors:
-  /// as above.
+  /// Takes a program of a file: messages are where it says, or as lower() makes them where it has
+  /// none (has_messages()); moves of parameters are where the slots need them, not where it says.
+  /// Errors: as above.
   explicit ValidProgram(const Program& program, Passes passes = Passes::kForwardAndBackward);
 
   const Program& program() const { return program_; }
   const Schedule& schedule() const { return schedule_; }
   Passes passes() const { return passes_; }
-  /// For messages without tags (NCCL): the first receive gets what was sent first, whatever it is.
+  /// Checks for messages without tags (NCCL), where the first receive gets what was sent first.
   /// Errors: kConfig, naming a message that overtakes another one.
   void require_messages_in_order() const;
-  /// Of forwards alone, in which nothing comes back that would hold up a rank: whether it may wait
-  /// for any of its sends at any time, and all ranks come to their ends all the same.
+  /// Whether a rank of a program of forwards alone may wait for any of its sends at any time, and
+  /// all ranks still come to their ends.
   bool may_wait_for_sends() const { return may_wait_for_sends_; }
-  /// Ranks that run the same have the same.
+  /// The same on ranks that run the same program.
   std::uint64_t hash() const { return hash_; }
 
  private:

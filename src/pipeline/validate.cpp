@@ -44,7 +44,7 @@ class Lists {
         if (slot.paired && (slot.action.kind != ActionKind::kForward ||
                             slot.paired->kind != ActionKind::kBackward)) {
           fault(Fault::kPair, "rank ", rank, ", slot ", i, ": found ", to_string(slot),
-                ", expected an F with a B beside it");
+                ", expected an F paired with a B");
         }
         slot.each([&](const Action& action) { enter(action, {rank, i}); });
       }
@@ -114,8 +114,9 @@ class Lists {
         if (input && !weight && !whole) no_weight.push_back(k);
         if (weight && !input && !whole) no_input.push_back(k);
         if (whole && (input || weight)) {
-          fault(Fault::kRepeated, "stage ", stage, ", micro-batch ", k, ": found a B beside ",
-                input ? "I" : "W", ", expected B or I and W: its gradients would count twice");
+          fault(Fault::kRepeated, "stage ", stage, ", micro-batch ", k,
+                ": found a B in addition to ", input ? "I" : "W",
+                ", expected B or I and W: its gradients would count twice");
         }
       }
       const auto missing = [&](const std::vector<int>& numbers, std::string_view what) {
@@ -125,7 +126,7 @@ class Lists {
       };
       missing(no_forward, "F");
       missing(no_backward, "B, nor I and W,");
-      missing(no_input, "I beside the W");
+      missing(no_input, "I before the W");
       missing(no_weight, "W after the I");
     }
   }
@@ -572,7 +573,7 @@ int fewest_open_sends(const Program& program) {
   Walk unbounded(program, std::nullopt);
   TESSERA_CHECK(unbounded.ends(), ErrorKind::kUsage, "fewest_open_sends: found a program in which ",
                 unbounded.circle(), ", expected a valid one");
-  // More allowed sends never stop a rank that fewer let go on.
+  // If a rank does not stop with so many open sends, it does not stop with more.
   int low = 0;
   int high = unbounded.most_open_sends();
   while (low < high) {

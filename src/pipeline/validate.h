@@ -1,10 +1,10 @@
-// Whether a schedule, or its program with messages, can run: every fault by name. Pure.
+// Validates a schedule, or its program with messages: reports every fault by name. Pure.
 //
-// What is proven: each action stands once, on the rank of its stage, after what it needs; each
-// message has one send and one receive; no rank waits for ever, also where a send ends only when
-// its receive is posted; memory keeps to a bound. A schedule that leaves the order of micro-batches
-// is valid, but its sums may differ in their last bits from those of a run without a pipeline: a
-// remark.
+// It proves that each action appears once, on the rank of its stage, after what it needs; that each
+// message has one send and one receive; that no rank waits for ever, even where a send ends only
+// when its receive is posted; and that memory keeps to a bound. A schedule that changes the order
+// of micro-batches is valid, but its sums may differ in their last bits from those of a run without
+// a pipeline: that is a remark.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ enum class Fault : std::uint8_t {
   kPair,        ///< two actions in a slot that are not an F and a B
   kUnknown,     ///< a stage or micro-batch that the schedule does not have; I, W, B of an F alone
   kPlacement,   ///< an action on another rank than its stage's
-  kRepeated,    ///< an action twice, a B beside I or W
+  kRepeated,    ///< an action twice, or a B and an I or W of one micro-batch
   kMissing,     ///< no F, no backward, I without W, W without I; a rank without any
   kDependency,  ///< before what it needs on its own rank
   kMessage,     ///< no send or receive, two of them, too early, too late
@@ -38,10 +38,10 @@ struct Finding {
 };
 
 struct Validation {
-  /// More than anybody reads; a file of nothing but faults would fill memory with them.
+  /// More than anyone reads; a file full of faults would fill memory with them.
   static constexpr std::size_t kMostFindings = 100;
 
-  std::size_t most = kMostFindings;  ///< that are kept
+  std::size_t most = kMostFindings;  ///< the most that are kept
   std::vector<Finding> findings;     ///< the first ones
   std::int64_t more = 0;             ///< findings that were only counted
   std::vector<std::string> remarks;  ///< what is valid, but worth knowing
@@ -58,33 +58,33 @@ struct Validation {
   }
 };
 
-/// What the lists are meant to be: of a step, or of forward_only().
+/// The passes of the lists: those of a step, or of forward_only().
 enum class Passes : std::uint8_t { kForwardAndBackward, kForward };
 
-/// Of the messages in one direction from a rank to another.
+/// The order of the messages in one direction from a rank to another.
 enum class MessageOrder : std::uint8_t {
-  kAny,      ///< they meet by what they are
-  kOfSends,  ///< receives are posted as their sends stand: what a transport without tags needs
+  kAny,      ///< they meet by their content
+  kOfSends,  ///< receives are posted in the order of sends: for a transport without tags
 };
 
 struct Limits {
   Passes passes = Passes::kForwardAndBackward;
   MessageOrder messages = MessageOrder::kAny;
-  /// Forwarded micro-batches of all stages of a rank whose weight gradients have not run; of
-  /// nothing without a backward.
+  /// Forwarded micro-batches of all stages of a rank whose weight gradients have not run; no bound
+  /// for a program without a backward.
   std::optional<int> live_chunks = {};
   /// Sends of a rank whose receives are not posted: with more of them it waits for one before it
-  /// goes on. None: it waits at the end of the step.
+  /// continues. None: it waits at the end of the step.
   std::optional<int> open_sends = {};
-  /// That are kept; others are counted. Without a bound there are at most a few for each step of the
-  /// lists and for each stage, of one line each.
+  /// The findings that are kept; others are counted. Without a bound there are at most a few for
+  /// each step of the lists and for each stage, of one line each.
   std::size_t findings = Validation::kMostFindings;
 };
 
-/// Of the lists and of lower(schedule). Deadlocks and memory are looked at where nothing else is
+/// Validates the lists and lower(schedule). Checks deadlocks and memory where nothing else is
 /// wrong.
 Validation validate(const Schedule& schedule, const Limits& limits = {});
-/// Of a program whose messages came from elsewhere.
+/// Validates a program whose messages came from elsewhere.
 Validation validate(const Program& program, const Limits& limits = {});
 
 /// Most live chunks (Limits) of each rank. The schedule must be valid.

@@ -303,7 +303,7 @@ TEST(PipelineErrors, SchedulesThatCannotRunAreNoPrograms) {
               Says("missing: stage 0: found no W after the I of micro-batch 0"));
   EXPECT_THAT(error_with("0W1", "0W0"), Says("repeated", "missing"));
   EXPECT_THAT(error_with("0W1", "0W1,0W1"), Says("repeated"));
-  EXPECT_THAT(error_with("0W1", "0W2"), Says("no I beside the W of micro-batch 2"));
+  EXPECT_THAT(error_with("0W1", "0W2"), Says("no I before the W of micro-batch 2"));
   EXPECT_THAT(error_with("0I0,0W0", "0W0,0I0"), Says("dependency"));
   EXPECT_THAT(error_with("1F0,1I0", "1I0,1F0"), Says("dependency"));
 }

@@ -326,7 +326,7 @@ const std::vector<Mistake>& mistakes() {
          }
          return false;
        }},
-      {"B beside its own F", Fault::kDependency,
+      {"B paired with its own F", Fault::kDependency,
        [](Schedule& schedule, Dice& dice) {
          auto& slots = any_list(schedule, dice);
          for (std::size_t i = 0; i + 1 < slots.size(); ++i) {
