@@ -1,4 +1,4 @@
-// Declaration: what a layer says of a parameter of its own, once, where it registers it.
+// Declaration: a layer's statement about one of its own parameters, made where it is registered.
 //
 // Pure. Contracts, bucket plans, files, initial values and `inspect` are all read off what the
 // layers of a model declare (models/description.h). Sizes are the tensor's. Next: parameter.h.
@@ -34,7 +34,8 @@ struct StepRange {
   bool operator==(const StepRange&) const = default;
 };
 
-/// What optimizers like to treat apart; decided by the layer, never by the dims of a (1-D) shard.
+/// The classes that optimizers treat differently; decided by the layer, never by the dims of a
+/// (1-D) shard.
 enum class DecayClass : std::uint8_t {
   kMatrix,
   kEmbedding,
@@ -50,18 +51,18 @@ struct Declaration {
   StepRange steps = {};     ///< of kInverseSoftplus
   DecayClass decay = DecayClass::kMatrix;
   /// Where files hold a tensor for each index of dim 0 and each of these parts, which share dim 1
-  /// equally: their names behind the module's own ("gate_proj.weight": "...experts.7.gate_proj
+  /// equally: their names after the module's own ("gate_proj.weight": "...experts.7.gate_proj
   /// .weight"). Empty = files hold one tensor of the parameter's name.
   std::vector<std::string> parts = {};
   /// The matrices that the last two dims hold.
   layout::FusedMatrices fused = {};
 };
 
-/// Of a norm's weight.
+/// Declares a norm's weight.
 inline Declaration norm_weight(ParameterLayout layout) {
   return {.layout = std::move(layout), .init = InitKind::kOnes, .decay = DecayClass::kNorm};
 }
-/// Of what is added.
+/// Declares a bias.
 inline Declaration bias_of_layer(ParameterLayout layout, InitKind init = InitKind::kZeros) {
   return {.layout = std::move(layout), .init = init, .decay = DecayClass::kBias};
 }

@@ -1,9 +1,9 @@
 // Documents: several texts packed into one row, which do not see each other.
 //
-// Attention never crosses a border and positions begin at 0 behind it, so that a packed row computes
-// what its documents alone would. Whoever packs says of each position where its document begins; a
-// row without borders is one document. Short symbols: B rows, T positions, D head_dim. Next: rope.h,
-// attention/attention.h, ../kernels/seen_blocks.h.
+// Attention never crosses a border and positions begin at 0 after it, so that a packed row computes
+// what its documents alone would. The packer gives for each position where its document begins; a
+// row without borders is one document. Short symbols: B rows, T positions, D head_dim. Next:
+// rope.h, attention/attention.h, ../kernels/seen_blocks.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 namespace tessera::nn {
 
 struct Documents {
-  /// [B, T] i64: of each position the row's position at which its document begins, 0 in the first
+  /// [B, T] i64: for each position the row's position at which its document begins, 0 in the first
   /// one. Undefined: every row is one document.
   at::Tensor starts = {};
   bool are_packed() const { return starts.defined(); }
@@ -26,25 +26,25 @@ struct Documents {
   }
 };
 
-/// As autograd and kernels take a tensor that may be undefined.
+/// Converts a tensor that may be undefined to what autograd and kernels take.
 inline std::optional<at::Tensor> given(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
-/// Errors: kFormat for starts that are not of [B, T] ids, not where a document can begin, or not the
-/// same within one; on a device nobody looks (LanguageModel::check_values).
+/// Errors: kFormat for starts that are not of [B, T] ids, not where a document can begin, or not
+/// the same within one; on a device they are not checked here (LanguageModel::check_values).
 void check_documents(const at::Tensor& starts, const at::Tensor& input_ids);
 
-/// The tables of positions in their documents, [B, T, D/2]; as they are where rows are not packed.
-/// `whole` is of positions 0..T-1.
+/// Returns the tables of positions in their documents, [B, T, D/2]; `whole`, of positions 0..T-1,
+/// where rows are not packed.
 RopeTable table_of(const Documents& documents, const RopeTable& whole);
 
 /// The same for x [B, T, .] of a rope under which rows of different lengths turn differently: each
 /// document as a row of its own.
 RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x);
 
-/// One behind the last key that a position sees, [B, T] i64: its own, or where flags [B, T] bool say
-/// so the last of the run of them that it belongs to, within its document.
+/// Returns one past the last key that a position sees, [B, T] i64: its own, or where flags [B, T]
+/// bool say so the last of the run of them that it belongs to, within its document.
 at::Tensor ends_of_runs(const at::Tensor& flags, const Documents& documents);
 
 }  // namespace tessera::nn

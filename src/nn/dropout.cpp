@@ -1,5 +1,6 @@
-// What dropout of an adapter's input leaves out: on the host and on a device the same numbers, there
-// by integer operations on whole tensors, since those of a large model take the host minutes a step.
+// Draws the elements that dropout of an adapter's input leaves out: the same numbers on the host
+// and on a device, there by integer operations on whole tensors, since those of a large model take
+// the host minutes a step.
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bitwise_xor.h>
@@ -81,7 +82,7 @@ struct ProductOfWords {
   at::Tensor high, low;
 };
 
-/// Of words times a constant: int64 wraps around, which keeps all 64 bits.
+/// Multiplies words by a constant: int64 wraps around, which keeps all 64 bits.
 ProductOfWords product_of(const at::Tensor& words, std::uint32_t factor) {
   const at::Tensor product = words * static_cast<std::int64_t>(factor);
   return {product.bitwise_right_shift(32).bitwise_and_(kWordMask), product.bitwise_and(kWordMask)};

@@ -69,9 +69,9 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     return ids.is_cpu() && 2 * ids.numel() < weight.size(0);
   }
 
-  /// Of a sharded module's parameter only the rows of the batch's tokens are formed, and go to its
-  /// slot: of a large vocabulary nearly all others are zeros, of every micro-batch anew. The same
-  /// bits: each row is summed as kernels::embedding_backward sums it.
+  /// Forms only the rows of the batch's tokens of a sharded module's parameter, and adds them to
+  /// its slot: in a large vocabulary nearly all others are zeros, in every micro-batch. The bits
+  /// are the same: each row is summed as kernels::embedding_backward sums it.
   static void hand_in_rows(const at::Tensor& grad, const at::Tensor& ids, std::int64_t padding,
                            const grad::Leaf& leaf) {
     const auto [rows, places] = at::_unique(ids, /*sorted=*/true, /*return_inverse=*/true);

@@ -1,5 +1,5 @@
-// Token embedding with a gradient that is summed in a fixed order; of a vocabulary that is cut over
-// ranks, too.
+// Token embedding with a gradient that is summed in a fixed order, also for a vocabulary that is
+// cut over ranks.
 //
 // Rank r of the axis owns tokens r V/size to (r + 1) V/size - 1: rows of the embedding, as loss.h
 // has the columns of the logits. Next: loss.h, ../parallel/transitions.h.
@@ -32,9 +32,9 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& wei
 /// Embeddings [..., K] times the root of K as their dtype holds it, as Gemma has them.
 at::Tensor scaled_by_root(const at::Tensor& embedded);
 
-/// Of tokens on the CPU alone: on a device the host would have to wait for them, so who brings them
-/// there checks before. Errors: kFormat for a value outside 0..vocabulary-1, unless it is `ignored`;
-/// `what` begins the message.
+/// Checks tokens on the CPU only: on a device the host would have to wait for them, so they are
+/// checked before they are moved there. Errors: kFormat for a value outside 0..vocabulary-1, unless
+/// it is `ignored`; `what` begins the message.
 void check_range(const at::Tensor& tokens, std::int64_t vocabulary,
                  std::optional<std::int64_t> ignored, const char* what);
 

@@ -30,7 +30,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Of 8, 16, 32 and 64 the cheapest for experts with a hundred rows, skewed or even.
+/// The cheapest of 8, 16, 32 and 64 for experts with a hundred rows, skewed or even.
 constexpr std::int64_t kRowStep = 16;
 
 std::int64_t rounded_up(std::int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
@@ -43,7 +43,7 @@ at::Tensor rows_of_group(const at::Tensor& x, const GroupOffsets& offsets, std::
   return x.narrow(0, offsets[group], count(offsets, group));
 }
 
-/// What libtorch asks of the last two dims: one of them dense, the other's stride and the address
+/// Whether libtorch takes its last two dims: one of them dense, the other's stride and the address
 /// multiples of 16 bytes.
 bool fits_libtorch(const at::Tensor& matrix) {
   constexpr std::int64_t kBytes = 16;
@@ -165,7 +165,7 @@ void write_outer(const at::Tensor& a, const at::Tensor& b, const RowGroups& grou
                                   : outer_by_loop(a, b, groups.begins, result);
 }
 
-/// [E, K, N], whatever the layout.
+/// Returns the weight as [E, K, N] for any layout.
 at::Tensor in_out(const at::Tensor& weight, GroupLayout layout) {
   return layout == GroupLayout::kInOut ? weight : weight.transpose(1, 2);
 }
@@ -252,7 +252,7 @@ grad::Product outer_of_groups(const at::Tensor& left, const at::Tensor& right,
   return product;
 }
 
-/// Rows of a group summed, of a bias, which itself may be given back before they are.
+/// Sums the rows of each group for a bias, whose own memory may be freed before they are.
 grad::Product sums_of_groups(const at::Tensor& grad, const at::Tensor& bias,
                              const RowGroups& groups) {
   using Reads = grad::Product::Reads;
@@ -271,7 +271,7 @@ grad::Product sums_of_groups(const at::Tensor& grad, const at::Tensor& bias,
   return product;
 }
 
-/// What a call says beside its tensors.
+/// The arguments of a call that are not tensors.
 struct GroupedCall {
   GroupLayout layout;
   grad::WeightGradient when;

@@ -1,12 +1,12 @@
-// Many matrices, each for a range of rows of its own: what the experts of a mixture compute; and
-// the products behind it, without derivatives: rows by matrices, and rows by rows.
+// Many matrices, each for a range of rows of its own, as the experts of a mixture need them; and
+// the products without derivatives that it is made of: rows by matrices, and rows by rows.
 //
-// Computed in the weight's dtype, returned in the input's, as linear.h does. The products have
-// three ways, the same numbers: libtorch's grouped product; a loop over the groups where dtype or
-// strides do not fit it; for bf16 on the CPU a loop whose row counts are rounded up, because oneDNN
-// sets up a product anew for each row count that it has not seen (measured: 723 us against 71 us).
-// In fp32 all are bitwise the loop. Short symbols: M rows, E groups, K inputs, N outputs. Next:
-// ../moe/experts.h.
+// Computed in the weight's dtype, returned in the input's, as linear.h does. There are three ways
+// to form the products, with the same numbers: libtorch's grouped product; a loop over the groups
+// where dtype or strides do not fit it; for bf16 on the CPU a loop whose row counts are rounded up,
+// because oneDNN sets up a product for each row count that it has not seen (measured: 723 us
+// against 71 us). In fp32 all are bitwise the loop. Short symbols: M rows, E groups, K inputs, N
+// outputs. Next: ../moe/experts.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,17 +21,18 @@ namespace tessera::nn {
 /// Rows [begin[e], begin[e + 1]) belong to group e: E + 1 numbers from 0 to M.
 using GroupOffsets = std::vector<std::int64_t>;
 
-/// The same where rows lie on a device.
+/// The groups where rows lie on a device.
 struct RowGroups {
   GroupOffsets begins = {};  ///< empty: only the device knows them
   at::Tensor ends = {};      ///< [E] i32 on the device, without the first 0; undefined on the CPU
 };
-/// Whether libtorch has a kernel for groups on a device of this capability (comm::DeviceFacts), 0 of
-/// one that is not CUDA's. On others it reads the ends on the host and multiplies group by group.
+/// Whether libtorch has a kernel for groups on a device of this capability (comm::DeviceFacts); 0
+/// is a device that is not CUDA's. On others it reads the ends on the host and multiplies group by
+/// group.
 bool has_grouped_kernel(int capability);
-/// Whether products with a weight need the begins of groups on the host: all but those that
-/// libtorch's kernel for devices forms by itself, which are bf16 with rows of multiples of 16 bytes,
-/// where there is one.
+/// Whether products with a weight need the begins of groups on the host: all except those that
+/// libtorch's kernel for devices forms by itself, which are bf16 with rows of multiples of 16
+/// bytes, where there is one.
 bool needs_begins(const at::Tensor& weight);
 
 enum class GroupedWay : std::uint8_t { kLibtorch, kLoop, kRoundedRows };

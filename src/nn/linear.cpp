@@ -27,7 +27,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// What a call says beside its tensors.
+/// The arguments of a call that are not tensors.
 struct LinearCall {
   at::ScalarType compute;
   grad::WeightGradient when;
@@ -99,8 +99,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                                             ? grad::WeightGradient::kAtOnce
                                             : grad::WeightGradient::kMayWait);
     }
-    // Edges are counted over tensors: there is none for a bias that is not there. Its sum is too
-    // small to be put off.
+    // Edges are counted over tensors: there is none for an absent bias. Its sum is too small to be
+    // deferred.
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = grad.sum(0);
     return result;
   }
@@ -224,7 +224,7 @@ at::Tensor by_token(const at::Tensor& x) {
   return x.reshape({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
 }
 
-/// Of all of x; undefined where nothing is dropped.
+/// Returns the factors of all of x; undefined where nothing is dropped.
 at::Tensor factors_of(const at::Tensor& x, const DropoutDraw& draw, at::ScalarType dtype) {
   if (draw.probability <= 0) return {};
   return dropout_factors(draw, x.sizes().vec(), dtype, x.device());
@@ -236,7 +236,7 @@ at::Tensor adapter_input(const at::Tensor& x, const at::Tensor& factors, at::Sca
   return by_token(factors.defined() ? wide * factors : wide);
 }
 
-/// Saved for backward: x in its own dtype, which the frozen layer beside holds too, and [M, R].
+/// Saves for backward x in its own dtype, which the frozen layer holds too, and [M, R].
 struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& base, const at::Tensor& x,
                             const at::Tensor& a, const at::Tensor& b, double scale,

@@ -3,11 +3,12 @@
 //
 // ../grad/weight_gradient.h says when the gradient of its weight is formed; a head's is at once.
 //
-// An adapter is y + scale * B(A(dropout(x))), two thin matrices beside a frozen one. The product is
-// computed in the adapter's dtype and the sum rounded once to the layer's result dtype, as peft
+// An adapter is y + scale * B(A(dropout(x))), two thin matrices added to a frozen one. The product
+// is computed in the adapter's dtype and the sum rounded once to the layer's result dtype, as peft
 // does. Dropout takes no generator: which elements are dropped follows from (seed, step, layer, row
-// of the global batch, position, column of the whole input), so it is the same under every layout and in
-// recomputation. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+// of the global batch, position, column of the whole input), so it is the same under every layout
+// and in recomputation. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models"
+// (2021).
 //
 // Short symbols: B rows, T positions, K inputs, N outputs, R rank. Next: rms_norm.h.
 #pragma once
@@ -35,7 +36,8 @@ struct LoraOptions {
   double scale = 1.0;
   double dropout = 0.0;    ///< in [0, 1): of the adapter's input, while a SampleScope lives
   std::string layer = {};  ///< its name in the model, by which dropout is drawn
-  /// Of x among the columns of the layer's whole input, of which ranks may have a part each.
+  /// The first column of x among those of the layer's whole input, of which ranks may have a part
+  /// each.
   std::int64_t first_column = 0;
 };
 
@@ -44,7 +46,7 @@ struct LoraOptions {
 at::Tensor add_adapter(const at::Tensor& base, const at::Tensor& x, const at::Tensor& a,
                        const at::Tensor& b, const LoraOptions& options);
 
-/// What one forward drops, as a value.
+/// The elements that one forward drops, as a value.
 struct DropoutDraw {
   double probability = 0.0;
   std::uint64_t stream = 0;  ///< of seed, step and layer
@@ -66,20 +68,21 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 
 enum class Bias : std::uint8_t { kNo, kYes };
 
-/// What a layer's matrix is on the tensor-parallel axis, and what an adapter beside it is.
+/// The placement of a layer's matrix on the tensor-parallel axis, and of an adapter's matrices.
 struct LinearPlacement {
   ParameterLayout weight = {};
   ParameterLayout bias = {};
   ParameterLayout lora_a = {};
   ParameterLayout lora_b = {};
-  int input_part = 0;  ///< which of the equal parts of its inputs a rank has; 0: or all of them
+  int input_part =
+      0;  ///< which of the equal parts of its inputs a rank has; 0 also for all of them
   layout::FusedMatrices fused = {};  ///< of the weight, and of an adapter's second factor
 };
 LinearPlacement column_parallel(const TensorRegion& region);  ///< x Replicate -> a part of y
 /// As column_parallel, of several products in one, with so many outputs of all ranks each.
 LinearPlacement side_by_side(const TensorRegion& region, const std::vector<std::int64_t>& outputs);
 LinearPlacement row_parallel(const TensorRegion& region);  ///< a part of x -> an addend of y
-/// x and y Replicate, gradients Partial: what is small, or has no dim to cut.
+/// x and y Replicate, gradients Partial: for what is small, or has no dim to cut.
 LinearPlacement inside(const TensorRegion& region);
 /// As column_parallel, by heads that may be fewer than the ranks.
 LinearPlacement by_heads(const TensorRegion& region, std::int64_t heads);
@@ -90,21 +93,22 @@ class Linear : public PlacedModule {
          LinearPlacement placement = {});
   at::Tensor forward(const at::Tensor& x);
   /// Row parallel: x a part of the inputs -> the stream of `region`. The first rank's addend has
-  /// the bias. `layer`, which this is the last product of, computes x between two transitions: inside(inputs),
-  /// from nothing but what belongs to it. Where ranks share the region that is replayed with this
-  /// product, if anything is; else whoever replays takes more than that.
+  /// the bias. This is the last product of `layer`, which computes x between two transitions as
+  /// inside(inputs), from its inputs and its own parameters alone. Where ranks share the region,
+  /// inside() is replayed with this product, if anything is; otherwise a larger region that
+  /// contains them may be.
   at::Tensor forward_into(const TensorRegion& region, torch::nn::Module& layer,
                           const std::vector<at::Tensor>& inputs,
                           std::function<at::Tensor(const std::vector<at::Tensor>&)> inside);
 
-  /// Of an adapter that is added later, too.
+  /// Declares also an adapter that is added later.
   void declare_all(const ParameterLayout& layout) override;
 
   /// The one matrix [out, in] that forward multiplies by, an adapter's part included, in x's dtype.
   /// For a decode that multiplies in another order; no gradient.
   at::Tensor whole_weight(at::ScalarType dtype) const;
 
-  /// For a head: the gradient of its weight (not of an adapter's) is never put off.
+  /// For a head: the gradient of its weight (not of an adapter's) is never deferred.
   void form_weight_gradient_at_once() { when_ = grad::WeightGradient::kAtOnce; }
 
   /// Adds the parameters lora_A.weight [rank, in] and lora_B.weight [out, rank], before sharding.

@@ -95,8 +95,8 @@ OwnTokens own_tokens(const at::Tensor& tokens, std::int64_t rows, const parallel
   return {number.masked_fill(own.logical_not(), 0), own};
 }
 
-/// Of each row of logits [rows, columns]: the largest, the sum of exponentials relative to it, and
-/// the target's logit, 0 where another rank has it. [3, rows] in `inside`.
+/// Returns for each row of logits [rows, columns] the largest, the sum of exponentials relative to
+/// it, and the target's logit, 0 where another rank has it. [3, rows] in `inside`.
 at::Tensor summarize(const at::Tensor& logits, const OwnTokens& targets, at::ScalarType inside) {
   const std::int64_t rows = logits.size(0);
   const at::Tensor result = at::empty({3, rows}, logits.options().dtype(inside));

@@ -1,12 +1,13 @@
-// Cross entropy of next-token prediction as a sum and a count, never a mean; and what is done to
+// Cross entropy of next-token prediction as a sum and a count, never a mean; and the transforms of
 // logits before it.
 //
-// Sums of parts can be added over micro-batches and ranks, and no kept label is not NaN. Targets
-// are aligned with the logits: targets[:, t] is what position t is to predict, -100 is ignored.
-// Labels as Hugging Face has them are shifted first (next_token_targets). Where the vocabulary is
-// cut over ranks, rank r of the axis owns tokens r V/size to (r + 1) V/size - 1, columns of the
-// logits: no rank ever holds logits of the whole vocabulary, three numbers a token travel. Short
-// symbols: B rows, T positions, V vocabulary. Next: embedding.h, ../parallel/transitions.h.
+// Sums of parts can be added over micro-batches and ranks, and a batch without unmasked targets
+// gives no NaN. Targets are aligned with the logits: targets[:, t] is what position t is to predict, -100 is
+// ignored. Labels as Hugging Face has them are shifted first (next_token_targets). Where the
+// vocabulary is cut over ranks, rank r of the axis owns tokens r V/size to (r + 1) V/size - 1,
+// columns of the logits: no rank ever holds logits of the whole vocabulary, and three numbers a
+// token are sent. Short symbols: B rows, T positions, V vocabulary. Next: embedding.h,
+// ../parallel/transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,16 +26,16 @@ inline constexpr std::int64_t kIgnoredLabel = -100;
 /// of the labels is never used.
 at::Tensor next_token_targets(const at::Tensor& labels);
 
-/// Targets that are not -100. targets [B, T] i64 on the CPU.
+/// Counts targets that are not -100. targets [B, T] i64 on the CPU.
 std::int64_t count_kept(const at::Tensor& targets);
 
-/// Soft-capped logits: cap * tanh(z / cap), which never leaves (-cap, cap). z [...] -> the same
-/// shape and dtype. Backward needs the result only; z is let go.
+/// Soft-caps logits: cap * tanh(z / cap), which never leaves (-cap, cap). z [...] -> the same shape
+/// and dtype. Backward needs the result only; z is released.
 at::Tensor soft_cap(const at::Tensor& z, double cap);
 
-/// While one lives, losses note what each row of theirs adds, as far as its rows have a SamplePlace:
-/// without gradient, in the order of the calls. Of the thread that makes it; the last one made gets
-/// what is noted. Costs a look at one logit a token.
+/// While one lives, losses note what each of their rows adds, where its rows have a SamplePlace:
+/// without gradient, in the order of the calls. It belongs to the thread that makes it; the last
+/// one made gets the notes. Costs a look at one logit a token.
 class RowLosses {
  public:
   struct Noted {
@@ -49,7 +50,7 @@ class RowLosses {
   const std::vector<Noted>& noted() const { return noted_; }
 
   static bool wanted();
-  /// losses [B, T]: of each token, 0 where its target is ignored.
+  /// losses [B, T]: one of each token, 0 where its target is ignored.
   static void note(const at::Tensor& losses);
 
  private:
@@ -59,7 +60,7 @@ class RowLosses {
 
 enum class Logits : std::uint8_t {
   kKeep,
-  kConsume,  ///< backward may write their gradient over them: nobody else may hold them
+  kConsume,  ///< backward may write their gradient over them: nothing else may hold them
 };
 
 /// logits [B, T, V], targets [B, T] i64 -> [] fp32 (fp64 for fp64 logits), computed in fp32 from

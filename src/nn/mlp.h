@@ -1,6 +1,6 @@
-// The gated MLPs, down(silu(gate(x)) * up(x)) and its twin by GELU (in its tanh form), the one
-// without a gate, down(relu(up(x))^2), and their gates apart: with two inputs that are products of
-// their own, or, as experts do it between theirs, on both halves of one product at once.
+// The gated MLPs, down(silu(gate(x)) * up(x)) and the same with GELU (in its tanh form), and the
+// one without a gate, down(relu(up(x))^2). Also their gates alone: with two inputs that are
+// products of their own, or, as experts have them, on both halves of one product.
 //
 // Short symbols: I inner. Next: grouped_linear.h, ../moe/experts.h.
 #pragma once
@@ -48,7 +48,7 @@ class Mlp : public torch::nn::Module {
   TensorRegion region_;
   Gate gate_;
   std::shared_ptr<Linear> gate_proj_, up_proj_;  ///< null where they are one, or there is no gate
-  std::shared_ptr<Linear> gate_up_proj_;         ///< null where they are apart
+  std::shared_ptr<Linear> gate_up_proj_;         ///< null where they are separate
   std::shared_ptr<Linear> down_proj_;
 };
 

@@ -39,20 +39,20 @@ void tie(const at::Tensor& alias, const at::Tensor& owner);
 
 class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
  public:
-  /// Says the same of every parameter's placement, instead of what was declared.
+  /// Declares the same placement for every parameter, instead of what was declared.
   virtual void declare_all(const ParameterLayout& layout) {
     for (auto& [name, declaration] : declarations_) declaration.layout = layout;
   }
   ParameterLayout layout_of(const std::string& parameter) const override {
     return declaration_of(parameter).layout;
   }
-  /// Other values to begin with; `scale`: Declaration::init_scale.
+  /// Sets other initial values; `scale`: Declaration::init_scale.
   void begin_with(const std::string& parameter, InitKind init, double scale = 1.0) {
     Declaration& declaration = declarations_[parameter];
     declaration.init = init;
     declaration.init_scale = scale;
   }
-  /// `parameter` as layout_of has it.
+  /// Returns the declaration of `parameter`, named as layout_of names it.
   Declaration declaration_of(const std::string& parameter) const {
     const auto found = declarations_.find(parameter);
     return found == declarations_.end() ? Declaration{} : found->second;
@@ -65,7 +65,7 @@ class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
     declarations_[name] = std::move(declaration);
     return register_parameter(name, empty_parameter(sizes));
   }
-  /// Another placement than the one that it was registered with.
+  /// Declares another placement than the one that it was registered with.
   void declare(const std::string& parameter, ParameterLayout layout) {
     declarations_[parameter].layout = std::move(layout);
   }
@@ -74,7 +74,7 @@ class PlacedModule : public torch::nn::Module, public DeclaresLayouts {
   std::map<std::string, Declaration> declarations_;
 };
 
-/// Of the module and of all inside that declare layouts.
+/// Declares for the module and all inside it that declare layouts.
 inline void declare_all(torch::nn::Module& module, const ParameterLayout& layout) {
   for (const auto& each : module.modules()) {
     if (auto* placed = dynamic_cast<PlacedModule*>(each.get())) placed->declare_all(layout);

@@ -51,7 +51,7 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
     base::refuse_double_backward();
     const at::Tensor none;
     // [Note: left-out results] Without a gradient of the norm its weight gets none, and the sum's
-    // goes on as it is.
+    // gradient passes unchanged.
     if (!grads[1].defined()) return {grads[0], grads[0], none, none, none};
     const variable_list saved = ctx->get_saved_variables();
     const std::optional<at::Tensor> grad_sum =

@@ -1,9 +1,9 @@
-// RMSNorm as Hugging Face's models compute it, returned in the input's dtype whatever the weight's.
+// RMSNorm as Hugging Face's models compute it, returned in the input's dtype.
 //
 // Llama's and Qwen3's composite form rounds the normed value to the input's dtype before it
-// multiplies by the weight, as theirs does; Gemma's, gpt-oss' and OLMo 2's multiply first. Gemma 4's
-// may have no weight, Gemma 3's is 1 + weight. The CPU kernel stays in fp32 and rounds once for both.
-// Next: rope.h.
+// multiplies by the weight, as theirs does; Gemma's, gpt-oss' and OLMo 2's multiply first. Gemma
+// 4's may have no weight, Gemma 3's is 1 + weight. The CPU kernel stays in fp32 and rounds once in
+// both forms. Next: rope.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@ enum class NormRounding : std::uint8_t {
   kOnce,  ///< after the weight
 };
 
-/// What a norm multiplies by.
+/// The factor that a norm multiplies by.
 enum class NormFactor : std::uint8_t {
   kWeight,
   kOnePlusWeight,  ///< in fp32 at least; the weight begins as 0
@@ -31,10 +31,11 @@ enum class NormFactor : std::uint8_t {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     NormRounding rounding = NormRounding::kBeforeWeight);
 
-/// Of columns that ranks share in equal parts: x [..., K] and weight [K] of this rank -> [..., K] in
-/// x's dtype. Multiplies by the weight before it rounds. The mean is that of all ranks' columns:
-/// what ranks hold copies of counts as often, and has a part of its gradient on each. Placement:
-/// S -> S. Collective, forward and backward; a rank sends an fp32 number a row in each.
+/// RMSNorm over columns that ranks share in equal parts: x [..., K] and weight [K] of this rank ->
+/// [..., K] in x's dtype. Multiplies by the weight before it rounds. The mean is that of all ranks'
+/// columns: a column that ranks hold copies of counts as often, and has a part of its gradient on
+/// each. Placement: S -> S. Collective, forward and backward; a rank sends an fp32 number a row in
+/// each.
 at::Tensor shared_rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                            const parallel::Axis& axis);
 
@@ -55,12 +56,12 @@ class RmsNorm : public PlacedModule {
   RmsNorm(std::int64_t size, double eps, NormRounding rounding = NormRounding::kBeforeWeight,
           ParameterLayout layout = {}, NormFactor factor = NormFactor::kWeight);
   at::Tensor forward(const at::Tensor& x);
-  /// As shared_rms_norm; of one rank as forward.
+  /// As shared_rms_norm; with one rank as forward.
   at::Tensor forward_shared(const at::Tensor& x, const parallel::Axis& axis);
   SumAndNorm add_forward(const at::Tensor& x, const at::Tensor& residual);
   double eps() const { return eps_; }
   NormRounding rounding() const { return rounding_; }
-  /// What it multiplies by, [size].
+  /// Returns the factor that it multiplies by, [size].
   at::Tensor factor() const;
 
   at::Tensor weight;  ///< [size]

@@ -104,10 +104,10 @@ at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeOptions& option
   const at::Tensor wavelength = 2.0 * std::numbers::pi / plain;
   const at::Tensor blend = (context / wavelength - options.low_freq_factor) /
                            (options.high_freq_factor - options.low_freq_factor);
-  const at::Tensor stretched = plain / options.factor;
-  const at::Tensor between = (1.0 - blend) * stretched + blend * plain;
+  const at::Tensor lengthened = plain / options.factor;
+  const at::Tensor between = (1.0 - blend) * lengthened + blend * plain;
   const at::Tensor longer =
-      at::where(wavelength > context / options.low_freq_factor, stretched, between);
+      at::where(wavelength > context / options.low_freq_factor, lengthened, between);
   return at::where(wavelength < context / options.high_freq_factor, plain, longer);
 }
 
@@ -123,7 +123,8 @@ at::Tensor long_rope_frequencies(const at::Tensor& powers, const RopeOptions& op
   return (at::cat(each) * powers).reciprocal();
 }
 
-/// How many elements of a head, from the first, are those of the frequencies: all for kProportional.
+/// Returns how many elements of a head, from the first, have the frequencies: all for
+/// kProportional.
 std::int64_t turned_dim(const RopeOptions& options, std::int64_t head_dim) {
   if (options.type == RopeType::kProportional) return head_dim;
   return static_cast<std::int64_t>(static_cast<double>(head_dim) * options.partial_rotary_factor);
@@ -152,7 +153,7 @@ at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim
                                std::int64_t positions) {
   const std::int64_t turned = turned_dim(options, head_dim);
   if (turned != head_dim) {
-    // What does not turn has the angle 0.
+    // An element that does not turn has the angle 0.
     RopeOptions whole = options;
     whole.partial_rotary_factor = 1.0;
     return at::constant_pad_nd(inverse_frequencies(whole, turned, positions),

@@ -1,5 +1,5 @@
 // Rotary position embedding over pairs (x[i], x[i + D/2]), or over neighbours (x[2i], x[2i + 1]),
-// with the `linear`, `llama3`, `yarn` and `longrope` stretching of frequencies and the `proportional`
+// with the `linear`, `llama3`, `yarn` and `longrope` scaling of frequencies and the `proportional`
 // kind that turns only the first pairs; and in two dimensions for images.
 //
 // Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
@@ -35,7 +35,7 @@ struct RopeTable {
 /// Threads: one at a time.
 class Rope {
  public:
-  /// Of a head, or of a part of one, with so many elements that turn.
+  /// For a head, or a part of one, with so many elements that turn.
   Rope(const RopeOptions& options, std::int64_t head_dim);
   RopeTable table(std::int64_t positions, at::ScalarType dtype, at::Device device) {
     return table(positions, positions, dtype, device);
@@ -43,8 +43,8 @@ class Rope {
   /// The same of the first `positions` of a row of `length`, or of a text that has come so far.
   RopeTable table(std::int64_t positions, std::int64_t length, at::ScalarType dtype,
                   at::Device device);
-  /// The table of the longest row that is short (longest_short_row), behind it that of `positions` of
-  /// longer rows.
+  /// The table of the longest row that is short (longest_short_row), followed by that of
+  /// `positions` of longer rows.
   RopeTable short_and_long_table(std::int64_t positions, at::ScalarType dtype, at::Device device);
   const RopeOptions& options() const { return options_; }
 

@@ -25,7 +25,7 @@ enum class RopeType : std::uint8_t {
   kLongRope,
 };
 
-/// What yarn needs beside factor and original_max_position_embeddings.
+/// The options of yarn in addition to factor and original_max_position_embeddings.
 struct YarnOptions {
   double beta_fast = 32.0;
   double beta_slow = 1.0;
@@ -44,8 +44,9 @@ struct LongRopeOptions {
   bool operator==(const LongRopeOptions&) const = default;
 };
 
-/// The frequency factors are used by kLlama3 only. The partial one says how much of a head turns: of
-/// kProportional by the frequencies of the whole head, else by those of a head of that part's size.
+/// The frequency factors are used by kLlama3 only. The partial factor is the part of a head that
+/// turns: for kProportional by the frequencies of the whole head, else by those of a head of that
+/// part's size.
 struct RopeOptions {
   double theta = 10000.0;
   RopeType type = RopeType::kDefault;
@@ -71,7 +72,7 @@ inline std::optional<std::int64_t> longest_short_row(const RopeOptions& rope) {
   return rope.original_max_position_embeddings;
 }
 
-/// The factor of cos and sin, in fp32 before they are rounded: 1 but for yarn and longrope.
+/// The factor of cos and sin, in fp32 before they are rounded: 1 except for yarn and longrope.
 inline double table_factor(const RopeOptions& rope) {
   if (rope.type == RopeType::kLongRope) {
     if (rope.long_rope->attention_factor) return *rope.long_rope->attention_factor;
@@ -88,7 +89,7 @@ inline double table_factor(const RopeOptions& rope) {
   return yarn_growth(rope.factor, 1.0);
 }
 
-/// What deepseek-v2 multiplies its softmax scale by: 1 but for yarn with mscale_all_dim.
+/// The factor of deepseek-v2's softmax scale: 1 except for yarn with mscale_all_dim.
 inline double softmax_factor(const RopeOptions& rope) {
   const double all = rope.yarn.mscale_all_dim.value_or(0.0);
   if (rope.type != RopeType::kYarn || all == 0.0) return 1.0;

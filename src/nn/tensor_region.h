@@ -1,14 +1,13 @@
-// TensorRegion: the stretch of a layer in which the ranks of the tensor-parallel axis share the
-// work, from the tokens between layers to the tokens between layers.
+// TensorRegion: the part of a layer in which the ranks of the tensor-parallel axis share the work,
+// between two residual streams.
 //
 // Between layers (the residual stream) a rank holds an equal part of every row's positions
 // (sequence parallel) or all of them; inside, every rank sees all tokens and computes with its part
 // of the matrices: a column-parallel product first, a row-parallel one last, whose results are
-// addends. A layer says of each of its parameters what it is here, and gets the layout that it
+// addends. A layer names the role of each of its parameters here, and gets the layout that it
 // declares (tessera/placement.h). With one rank everything is the identity and declares nothing.
 // Source: Megatron-LM's f and g, sequence parallelism included (arXiv 1909.08053, 2205.05198).
-// Next:
-// ../parallel/, linear.h.
+// Next: ../parallel/, linear.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +32,7 @@ class TensorRegion {
   int rank() const { return axis_.rank; }
   const parallel::Axis& axis() const { return axis_; }
   SequenceParallel sequence() const { return sequence_; }
-  /// What this rank has of `whole` equal parts.
+  /// Returns the size of this rank's part of `whole`, cut equally.
   std::int64_t part_of(std::int64_t whole) const { return whole / size(); }
 
   // Transitions. x [B, T, H] or [B, T / n, H] in the stream.
@@ -48,7 +47,7 @@ class TensorRegion {
   // Declarations: what a parameter is on the axis, and its raw gradient.
 
   ParameterLayout column(int dim = 0) const;  ///< Shard(0): outputs are a part of all
-  /// Shard(0) of each part: `rows` of all ranks, one part behind the other along dim 0.
+  /// Shard(0) of each part: `rows` of all ranks, one part after the other along dim 0.
   ParameterLayout sections(std::vector<std::int64_t> rows) const;
   ParameterLayout row() const;         ///< Shard(1): inputs are a part of all
   ParameterLayout inside() const;      ///< Replicate, gradient Partial

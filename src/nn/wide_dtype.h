@@ -1,4 +1,4 @@
-// The dtype in which a layer computes what its activations' dtype is too narrow for.
+// The dtype for computations for which the activations' dtype is too narrow.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
 // Causal self-attention with grouped key and value heads.
 //
-// Softmax is fp32; keys behind a query's position do not exist. Batches without rows run forward
-// and backward. Short symbols: B rows, T (new) positions, N all positions so far, G key/value
-// heads, R query heads of each (H = G*R in all), D head_dim. Next: mla.h, mlp.h.
+// Softmax is fp32; keys after a query's position do not exist. Batches without rows run forward and
+// backward. Short symbols: B rows, T (new) positions, N all positions so far, G key/value heads, R
+// query heads of each (H = G*R in all), D head_dim. Next: mla.h, mlp.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@
 namespace tessera::nn {
 
 /// q [B, G, T, R, D], k [B, G, T, 1, D] (both as rope_heads gives them), v [B, T, G*D] -> [B, T,
-/// H*D]. The D of v, and of the result, may be another. The mask has no sinks: its scores have the
+/// H*D]. The D of v, and of the result, may differ. The mask has no sinks: its scores have the
 /// inputs' dtype.
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale, const AttentionMask& mask = {});
@@ -56,7 +56,7 @@ struct AttentionOptions {
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
   NormRounding norm_rounding = NormRounding::kBeforeWeight;  ///< of the q/k norm, as its factor
   NormFactor norm_factor = NormFactor::kWeight;
-  /// q_proj gives a gate behind the query of each head, whose sigmoid multiplies what the head gives.
+  /// q_proj gives a gate after the query of each head, whose sigmoid multiplies the head's result.
   enum class Gate : std::uint8_t { kNo, kYes } gate = Gate::kNo;
   std::optional<double> scale = std::nullopt;  ///< of scores; none = 1 / sqrt(head_dim)
   /// q, k and v are rows of one matrix, "qkv_proj"; the ranks divide the key and value heads then,
@@ -69,7 +69,7 @@ class Attention : public TokenMixer {
   Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope);
   using TokenMixer::forward;
   at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
-  /// The first call of a cache gives forward's bits.
+  /// The first call of a cache returns forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
@@ -86,7 +86,7 @@ class Attention : public TokenMixer {
   };
   Products products(const at::Tensor& x) const;
   Heads project(const at::Tensor& x, const RopeTable& table);
-  /// Neither sinks nor keys beyond the window.
+  /// Whether there are neither sinks nor keys beyond the window.
   bool is_plain(std::int64_t positions) const;
   at::Tensor attend(const Heads& heads, const Documents& documents) const;
   static at::Tensor gated(const at::Tensor& attended, const Heads& heads);
@@ -95,7 +95,7 @@ class Attention : public TokenMixer {
   AttentionOptions options_;
   std::shared_ptr<Rope> rope_;
   std::shared_ptr<Linear> q_proj_, k_proj_, v_proj_;  ///< null where they are one
-  std::shared_ptr<Linear> qkv_proj_;                  ///< null where they are apart
+  std::shared_ptr<Linear> qkv_proj_;                  ///< null where they are separate
   std::shared_ptr<Linear> o_proj_;
   std::shared_ptr<RmsNorm> q_norm_, k_norm_;  ///< null without q/k norm
   at::Tensor sinks_;                          ///< [heads], or undefined

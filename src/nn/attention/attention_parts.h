@@ -1,5 +1,5 @@
-// What several forms of attention are built of: their products, and the part of a rope's table that
-// new positions turn by. Private to attention's sources. Next: attention.h.
+// The parts of several forms of attention: their products, and the range of a rope's table that new
+// positions turn by. Private to attention's sources. Next: attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +30,7 @@ auto add_projections(torch::nn::Module& layer, const Options& options, Bias outp
         name,
         std::make_shared<Linear>(options.hidden_size, out, options.bias, std::move(placement)));
   };
-  // In this order: it is that of the model's parameters.
+  // The order is that of the model's parameters.
   auto q = input("q_proj", parts * q_size, column_parallel(region));
   auto k = input("k_proj", kv_size, by_heads(region, options.all_kv_heads));
   auto v = input("v_proj", kv_size, by_heads(region, options.all_kv_heads));
@@ -40,8 +40,9 @@ auto add_projections(torch::nn::Module& layer, const Options& options, Bias outp
   return std::tuple(std::move(q), std::move(k), std::move(v), std::move(o));
 }
 
-/// What x [B, T, .] at the positions from `begin` on turns by, out of a table of `most` positions or
-/// as many as these need: of a cache's capacity it is made once, not at every position.
+/// Returns the table that x [B, T, .] at the positions from `begin` on turns by, out of a table of
+/// `most` positions or of as many as these need: for a cache's capacity it is made once, not at
+/// every position.
 inline RopeTable turns_from(Rope& rope, std::int64_t begin, std::int64_t most, const at::Tensor& x,
                             at::ScalarType dtype) {
   const std::int64_t end = begin + x.size(1);

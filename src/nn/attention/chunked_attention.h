@@ -1,11 +1,12 @@
-// Causal self-attention as Llama 4 has it, in two kinds of layers.
+// Causal self-attention of Llama 4, with two kinds of layers.
 //
-// In most, neighbours (x[2i], x[2i + 1]) of queries and keys turn, both are divided by their root mean
-// square over a head (no weight), and a query sees the keys of its own chunk of positions alone (of a document's, where rows are packed). In
-// the others nothing turns, a query sees all keys before it, and is multiplied by a factor that grows
-// with its position. Turning and norm are fp32 inside and round to the activation's dtype. Short
-// symbols: B rows, T (new) positions, N all positions so far, G key/value heads, R query heads of
-// each, D head_dim. Next: attention.h.
+// In most layers, neighbours (x[2i], x[2i + 1]) of queries and keys turn, both are divided by their
+// root mean square over a head (no weight), and a query sees only the keys of its own chunk of
+// positions (of a document's, where rows are packed). In the other layers nothing turns, a query
+// sees all keys before it, and is multiplied by a factor that grows with its position. Turning and
+// norm are fp32 inside and round to the activation's dtype. Short symbols: B rows, T (new)
+// positions, N all positions so far, G key/value heads, R query heads of each, D head_dim. Next:
+// attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +36,7 @@ struct ChunkedAttentionOptions {
   std::int64_t head_dim = 0;
   Bias bias = Bias::kNo;  ///< of q, k, v and o
   /// Query i sees key j where j <= i and both lie in one chunk of so many positions, and both turn;
-  /// none: all before, and nothing turns.
+  /// none: it sees all before, and nothing turns.
   std::optional<std::int64_t> chunk = std::nullopt;
   std::optional<double> qk_norm_eps = std::nullopt;            ///< with a chunk; none: no norm
   std::optional<QueryTemperature> temperature = std::nullopt;  ///< without a chunk
@@ -48,7 +49,7 @@ class ChunkedAttention : public TokenMixer {
   ChunkedAttention(const ChunkedAttentionOptions& options, std::shared_ptr<Rope> rope);
   using TokenMixer::forward;
   at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
-  /// The first call of a cache gives forward's bits.
+  /// The first call of a cache returns forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
@@ -56,13 +57,14 @@ class ChunkedAttention : public TokenMixer {
     at::Tensor q, k;  ///< as causal_attention takes them
     at::Tensor v;
   };
-  /// x at the positions from `begin` on, of `most` or as many as these need.
+  /// Projects x at the positions from `begin` on, of `most` or as many as these need.
   Heads project(const at::Tensor& x, std::int64_t begin, std::int64_t most,
                 const Documents& documents);
   at::Tensor attend(const Heads& heads, const Documents& documents) const;
-  /// Of queries [begin, end) of those given, which lie at the same places among the keys given.
+  /// Attends for queries [begin, end) of those given, which lie at the same places among the given
+  /// keys.
   at::Tensor attend_within(const Heads& heads, std::int64_t begin, std::int64_t end) const;
-  /// Where the chunk of a position begins, and the position behind it.
+  /// Where the chunk of a position begins, and the position after it.
   std::int64_t chunk_begin(std::int64_t position) const;
   std::int64_t chunk_end(std::int64_t position, std::int64_t most) const;
   double scale() const;

@@ -13,7 +13,7 @@
 namespace tessera::nn {
 namespace {
 
-/// Fixed in the published models' code, whatever their rms_norm_eps.
+/// Fixed in the published models' code, not their rms_norm_eps.
 constexpr double kLatentEps = 1e-6;
 
 /// Two of [B, T, H, ...] side by side -> [B, H, T, sum], written as attention reads it.

@@ -1,5 +1,5 @@
-// Multi-head latent attention (DeepSeek V2 and V3): keys and values of all heads are made from one short
-// latent, and one rotated key part is shared by all of them.
+// Multi-head latent attention (DeepSeek V2 and V3): keys and values of all heads are made from one
+// short latent, and one rotated key part is shared by all of them.
 //
 // The part of a head that rope turns pairs neighbours (x[2i], x[2i + 1]); values are narrower than
 // queries and keys. In training the latent is widened to whole keys and values, and attention is
@@ -30,7 +30,7 @@ struct MlaOptions {
   /// Queries are made from a latent of this width; none = from x.
   std::optional<std::int64_t> q_lora_rank = std::nullopt;
   std::int64_t kv_lora_rank = 0;
-  std::int64_t qk_nope_head_dim = 0;  ///< of a query's or key's head what is not turned
+  std::int64_t qk_nope_head_dim = 0;  ///< of a query's or key's head the part that is not turned
   std::int64_t qk_rope_head_dim = 0;
   std::int64_t v_head_dim = 0;
   Bias bias = Bias::kNo;  ///< of q_a_proj, kv_a_proj_with_mqa and o_proj
@@ -44,12 +44,12 @@ class Mla : public TokenMixer {
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
   using TokenMixer::forward;
   at::Tensor forward(const at::Tensor& stream, const Documents& documents) override;
-  /// The first call of a cache gives forward's bits.
+  /// The first call of a cache returns forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
   struct Latents {
-    at::Tensor values;  ///< [B, T, L], what keys and values are made of
+    at::Tensor values;  ///< [B, T, L], the latent of keys and values
     at::Tensor turned;  ///< [B, T, 1, rope], the key part of all heads
   };
   /// As turns_from. Tables stay in fp32: the published code turns in complex fp32 and rounds once.

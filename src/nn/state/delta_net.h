@@ -6,8 +6,8 @@
 // (delta_rule.h) reads and writes the state; a gated norm of each head precedes the last product.
 // Ranks of the tensor axis divide the key heads: each has the value heads that read with them, so
 // that states never meet. Documents begin with an empty state and without context. A_log and
-// dt_bias are computed with in fp32 at least, whatever their dtype. Source: Yang et al., "Gated
-// Delta Networks" (arXiv 2412.06464); transformers' Qwen3-Next.
+// dt_bias are used in fp32 at least. Source: Yang et al., "Gated Delta Networks" (arXiv
+// 2412.06464); transformers' Qwen3-Next.
 //
 // Short symbols: B rows, T positions, G key heads, H value heads (a multiple of G), K and V their
 // dims, those of this rank. Next: delta_rule.h, short_convolution.h, gated_rms_norm.h.
@@ -67,8 +67,9 @@ class DeltaNet : public TokenMixer {
   DeltaNetOptions options_;
   at::Tensor dt_bias_, a_log_;  // [H]
   std::shared_ptr<Conv1d> conv1d_;
-  std::shared_ptr<Linear> in_proj_qkvz_, in_proj_ba_;  ///< null where they are apart
-  std::shared_ptr<Linear> in_proj_qkv_, in_proj_z_, in_proj_b_, in_proj_a_;  ///< null else
+  std::shared_ptr<Linear> in_proj_qkvz_, in_proj_ba_;  ///< null where they are separate
+  std::shared_ptr<Linear> in_proj_qkv_, in_proj_z_, in_proj_b_,
+      in_proj_a_;  ///< null where they are fused
   std::shared_ptr<Linear> out_proj_;
   std::shared_ptr<GatedNorm> norm_;
 };

@@ -238,7 +238,7 @@ void DeltaScan::step_back(const Chunk& chunk, const at::Tensor& grad_out, const 
   const at::Tensor grad_read = empty_values();
   load(grad_read, grad_out, chunk);
 
-  // What is written is read later in the chunk, and by way of the state.
+  // A value that is written is read later in the chunk, and through the state.
   const at::Tensor grad_late = empty_values();
   for (std::int64_t r = 0; r < R; ++r) {
     at::Tensor of_head = grad_late[r];

@@ -6,8 +6,8 @@
 // reads and writes the state; a norm of each group of heads, behind the gate, precedes the last
 // product. Ranks of the tensor axis divide the groups: each has the heads of its own, so that
 // states and norms never meet. Documents begin with an empty state and without context. A_log,
-// dt_bias and D are computed with in fp32 at least, whatever their dtype. Source: Dao, Gu,
-// "Transformers are SSMs" (arXiv 2405.21060); transformers' Nemotron-H.
+// dt_bias and D are used in fp32 at least. Source: Dao, Gu, "Transformers are SSMs" (arXiv
+// 2405.21060); transformers' Nemotron-H.
 //
 // Short symbols: B rows, T positions, H heads, P their dim, G groups, N state size, those of this
 // rank. Next: state_space.h, conv1d.h, gated_rms_norm.h.

@@ -315,8 +315,8 @@ at::Tensor sums_across(at::Tensor pairs) {
   return sums;
 }
 
-// The exponent of a position is in every decay over it, and each decay's gradient times the decay is
-// added to it. These are summed as they stand, never as a difference of larger sums: behind a strong
+// The exponent of a position is in every decay over it, and each decay's gradient times the decay
+// is added to it. These are summed one by one, never as a difference of larger sums: after a strong
 // decay or a border nothing may be left.
 void ChunkedStateSpace::backward_of(Gradients& grads, const at::Tensor& grad_y,
                                     const ChunkShape& shape, const at::Tensor& state) const {
