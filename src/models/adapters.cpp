@@ -87,7 +87,7 @@ bool means(const std::string& pattern, const std::string& layer) {
                        layer->substr(layer->rfind(kOfExperts) + 1), "\""));
   }
   std::set<std::string> all = module_names(table);
-  // Of experts, too, which are parameters without a module of their own.
+  // Includes experts, which are parameters without a module of their own.
   for (const ParameterSpec& row : table) all.insert(row.name);
   for (const std::string& name : all) {
     if (matches_end(pattern, name)) throw found(concat(name, ", which is no linear layer"));
@@ -112,8 +112,8 @@ void check_layer(const ParameterSpec& row, const std::string& layer, const LoraR
                 "the vision tower out of lora.targets");
 }
 
-/// Adapters compute in float32, whatever the policy says (docs/lora.md): what it does not hold
-/// makes every result infinite or NaN, or the adapter count for nothing.
+/// Adapters always compute in float32 (docs/lora.md): a scale beyond its range makes every result
+/// infinite or NaN, or the adapter 0.
 void check_scale(const LoraSpec& lora) {
   using Scale = std::numeric_limits<float>;
   const double scale = lora.scale();
@@ -131,7 +131,7 @@ LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
   if (request.rank == 0) return {};
   TESSERA_CHECK(!traits(spec.family).transposed_linears, ErrorKind::kConfig, "lora.rank: found ",
                 request.rank, " for ", traits(spec.family).architecture,
-                ", expected 0: its matrices stand [in, out], beside which adapters are not "
+                ", expected 0: its matrices stand [in, out], to which adapters are not "
                 "supported");
   check_targets(request);
   const std::vector<ParameterSpec> table = describe(spec).parameters;

@@ -1,7 +1,7 @@
-// ConfigReader: the keys of one JSON object, each taken at most once, with what is left over known.
+// ConfigReader: the keys of one JSON object, each taken at most once; it lists the keys left over.
 //
-// What is read as which type is the cursor's (base/text/json_reader.h); this one knows names, not
-// models. Next: model_spec.cpp.
+// The cursor reads values by type (base/text/json_reader.h); this class knows names, not models.
+// Next: model_spec.cpp.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ class ConfigReader {
   [[noreturn]] void refuse(std::string_view key, std::string_view expected) const;
 
  private:
-  /// What `read` makes of a cursor at the key's value.
+  /// Returns what `read` makes of a cursor at the key's value.
   template <class Read>
   auto taken(std::string_view key, const Read& read) {
     const nlohmann::json* value = take(key);
@@ -69,7 +69,7 @@ class ConfigReader {
   std::set<std::string, std::less<>> used_;
 };
 
-/// Errors: kConfig naming `key`, which stands in config.json and may say of which layer.
+/// Errors: kConfig naming `key` of config.json, which may say of which layer.
 void check_head_dim(std::string_view key, std::int64_t head_dim);
 void check_key_value_heads(std::string_view key, std::int64_t found, std::int64_t attention_heads);
 

@@ -1,8 +1,8 @@
 // The decoder-only language model of all families without a module of their own: embedding, layers,
 // norm and head.
 //
-// Its parameters carry Hugging Face's names (description.h reads them there). Short symbols: B rows,
-// T positions, V vocabulary. Next: text_model.h, decoder_layer.h.
+// Its parameters carry Hugging Face's names (description.h reads them there). Short symbols: B
+// rows, T positions, V vocabulary. Next: text_model.h, decoder_layer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,7 @@ struct LogitsOptions {
   double divisor = 1.0;
   std::optional<double> cap = std::nullopt;  ///< nn::soft_cap
 };
-/// What is behind the norm of a head: normed x [B, T, hidden] of the stream, targets [B, T] i64 ->
+/// The part of a head after its norm: normed x [B, T, hidden] of the stream, targets [B, T] i64 ->
 /// logits [B, T, V], or with targets the sum of losses, [] fp32.
 at::Tensor logits_or_loss(nn::Linear& lm_head, const nn::TensorRegion& region, const at::Tensor& x,
                           const std::optional<at::Tensor>& targets,

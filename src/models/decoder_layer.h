@@ -1,5 +1,6 @@
 // One layer of a decoder-only model: attention, or a layer with a state, and an MLP or a mixture of
-// experts, each behind a norm and beside the residual stream; in some families only one of the two.
+// experts, each after a norm and added to the residual stream; in some families only one of the
+// two.
 //
 // Which of them a layer has is read off the spec's layer types and the FamilyTraits in
 // decoder_layer.cpp. Short symbols: B rows, T positions. Next: ../nn/attention/attention.h,
@@ -28,7 +29,7 @@
 
 namespace tessera::models {
 
-/// The norm that a family has beside attention and feed-forward, and before the head.
+/// Makes the norm that a family has for attention and feed-forward, and before the head.
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region);
 
 class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputable {
@@ -52,8 +53,8 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
       load.visit_tensors(f);
     }
   };
-  /// x [B, T, hidden] of the stream -> the same shape and dtype. What is asked of the router is
-  /// without effect in a layer without experts. Documents as nn::TokenMixer::forward.
+  /// x [B, T, hidden] of the stream -> the same shape and dtype. `request` has no effect in a layer
+  /// without experts. Documents as nn::TokenMixer::forward.
   Output forward(const at::Tensor& x, const RoutingRequest& request,
                  const nn::Documents& documents = {});
 
@@ -82,7 +83,7 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   std::shared_ptr<nn::RmsNorm> before_attention_, after_attention_;
   std::shared_ptr<nn::RmsNorm> before_feed_forward_, after_feed_forward_;
   std::optional<double> addend_factor_;  // of what each half adds to the stream; none: 1
-  bool is_alone_;  // no rank shares it: it talks to nobody, but for its experts
+  bool is_alone_;  // whether no rank shares it: it communicates only for its experts
 };
 
 }  // namespace tessera::models

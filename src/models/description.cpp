@@ -40,7 +40,7 @@ class Reader {
   }
 
   ModelDescription read() && {
-    // Of the model itself there is nothing: it has modules only.
+    // The model itself has none: it has modules only.
     for (const auto& module : model_.named_modules("", /*include_self=*/false)) {
       const auto* placed = dynamic_cast<const nn::PlacedModule*>(module.value().get());
       // A module comes before those inside it.
@@ -109,7 +109,7 @@ class Reader {
   std::int64_t layer_ = 0;
 };
 
-/// Of a rank that nobody asks: layers only read how many share them.
+/// Returns the axes of a rank without communication: layers only read how many share them.
 ModelAxes axes_of(const ParallelDims& degrees) {
   ModelAxes axes;
   axes.degrees = degrees;

@@ -22,16 +22,16 @@ namespace tessera::models {
 
 class LanguageModel;
 
-/// Of a module that chooses experts, besides torch::nn::Module.
+/// Base of modules that choose experts.
 class HasExpertBias {
  public:
   static constexpr const char* kName = "expert_bias";
   static constexpr const char* kStoredName = "e_score_correction_bias";
-  /// Of a buffer, with the module's.
+  /// Whether it is the name of a stored buffer, prefixed by the module's.
   static bool is_stored_name(std::string_view buffer) {
     return buffer.substr(buffer.rfind('.') + 1) == kStoredName;
   }
-  /// Of either kind.
+  /// Whether it is a name of either kind.
   static bool is_name(std::string_view buffer) {
     return buffer.substr(buffer.rfind('.') + 1) == kName || is_stored_name(buffer);
   }
@@ -56,11 +56,11 @@ class HasExpertBias {
   at::Tensor expert_bias_;
 };
 
-/// What training adds, one a layer with experts, in their order; none for models without experts,
-/// and for those that have them anyway.
+/// Returns the buffers that training adds, one a layer with experts, in their order; none for
+/// models without experts, and for those that store them anyway.
 std::vector<BufferSpec> expert_biases(const ModelSpec& spec);
 
-/// Those. Before the model is sharded.
+/// Adds those. To be called before the model is sharded.
 void add_expert_biases(LanguageModel& model);
 
 }  // namespace tessera::models

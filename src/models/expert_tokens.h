@@ -1,13 +1,13 @@
-// Tokens on their way to experts: what a forward asks of its routers besides (RoutingRequest), what
-// they answer (RouterLoad), and which of a layer's tokens a tensor-parallel rank routes, which it
-// sends to experts, and how what comes back becomes the stream again (ExpertTokens).
+// Tokens on their way to experts: what else a forward asks of its routers (RoutingRequest), their
+// answer (RouterLoad), which of a layer's tokens a tensor-parallel rank routes and sends to
+// experts, and how the results become the stream again (ExpertTokens).
 //
-// Four ways, by the degrees (ParallelDims). One rank, or shards of the sequence: the rank's own
-// tokens, nothing to do. A whole stream, experts whole: the own part of the tokens, whose results
-// are put among zeros and summed. Experts cut over tp: all tokens, whose results are addends.
-// Experts whole, router on all tokens: all are routed, the own part is sent. So one sum at the exit
-// is all that is needed, and everything between entry and exit that all ranks see is Replicate,
-// everything that they add Partial. Source: torchtitan PR 2416; docs/parallelism.md.
+// There are four modes, by the degrees (ParallelDims). One rank, or shards of the sequence: the
+// rank's tokens are local, nothing to do. A whole stream, experts whole: the rank's part of the
+// tokens, whose results are put among zeros and summed. Experts cut over tp: all tokens, whose
+// results are addends. Experts whole, router on all tokens: all are routed, the rank's part is
+// sent. So one sum at the exit suffices, and everything between entry and exit that all ranks see
+// is Replicate, everything that they add Partial. Source: torchtitan PR 2416; docs/parallelism.md.
 // Short symbols: B rows, T positions, M tokens, H hidden, E experts, K experts a token. Next:
 // moe_layer.h, language_model.h.
 #pragma once
@@ -40,8 +40,8 @@ struct RoutingRequest {
   }
 };
 
-/// Sums over the tokens of one forward on this rank; undefined where nobody asked, or in a layer
-/// without experts.
+/// Sums over the tokens of one forward on this rank; undefined where they were not asked for, or in
+/// a layer without experts.
 struct RouterLoad {
   at::Tensor counts;  ///< [E] i64: tokens that chose the expert
   /// [E] fp32, with a gradient: of the softmax over all experts, or of sigmoids their shares.
@@ -68,21 +68,21 @@ class ExpertTokens {
   /// x of the stream [B, t, H] -> what the region's ranks share: `all` as TensorRegion::enter gives
   /// it, where the layer's exit sums; else x.
   at::Tensor enter(const at::Tensor& x) const;
-  /// Who else computes with what enter() gives.
+  /// Whether shared experts also compute with the result of enter().
   enum class SharedExperts : std::uint8_t { kNone, kSharedExperts };
-  /// The tokens that the router sees [M, H]; `entered` is enter(x). Beside shared experts they are
-  /// taken from `entered`, whose backward sums anyway.
+  /// Returns the tokens that the router sees [M, H]; `entered` is enter(x). With shared experts
+  /// they are taken from `entered`, whose backward sums anyway.
   at::Tensor routed(const at::Tensor& x, const at::Tensor& entered,
                     SharedExperts other = SharedExperts::kNone) const;
-  /// Cuts values by token [B*T, N], imposed indices or fillers, down to those of the tokens that the
-  /// router sees. Errors: kFormat for another number of tokens.
+  /// Cuts values by token [B*T, N], imposed indices or fillers, down to those of the tokens that
+  /// the router sees. Errors: kFormat for another number of tokens.
   std::optional<at::Tensor> values_of_routed(const std::optional<at::Tensor>& values,
                                              std::int64_t rows, std::int64_t positions) const;
-  /// Of the routed tokens, and of their routing, those that this rank sends to experts.
+  /// Returns those of the routed tokens, or of their routing, that this rank sends to experts.
   at::Tensor sent(const at::Tensor& tokens) const;
   moe::Routing sent(const moe::Routing& routing) const;
-  /// What experts gave for the sent tokens [m, H] -> an addend [B, T, H] (sums_at_exit), else
-  /// [B, t, H] of the stream.
+  /// Takes the experts' results for the sent tokens [m, H] -> an addend [B, T, H] (sums_at_exit),
+  /// else [B, t, H] of the stream.
   at::Tensor returned(const at::Tensor& y, at::IntArrayRef shape) const;
   /// An addend of every rank -> the stream; the stream itself where nothing is summed.
   at::Tensor leave(const at::Tensor& addend) const;

@@ -76,7 +76,7 @@ const FamilyTraits& family_of(const std::vector<std::string>& architectures,
                 "config.json model_type: found ", printable(model_type), ", expected one of ",
                 known_families());
   TESSERA_CHECK(by_name == nullptr || by_type == nullptr || by_name == by_type, ErrorKind::kConfig,
-                "config.json model_type: found ", printable(model_type), " beside architectures ",
+                "config.json model_type: found ", printable(model_type), " with architectures ",
                 printable(by_name->architecture), ", which is ", by_name->model_type);
   return by_name != nullptr ? *by_name : *by_type;
 }

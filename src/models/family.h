@@ -1,4 +1,4 @@
-// What differs between model families, as data: one FamilyTraits a family, in its folder
+// FamilyTraits: the differences between model families, as data: one value a family, in its folder
 // (qwen3/qwen3.cpp, llama/llama.cpp, ...).
 //
 // Decoder-only models of one block share the module of decoder.h and differ by these fields alone;
@@ -32,21 +32,21 @@ struct KeepInFloat32 {
   /// Parameters that decay the states of linear layers, in models with such layers: NeMo Automodel
   /// keeps them in fp32 (FP32_GDN_PARAM_NAMES), transformers' classes have no list of them.
   std::vector<std::string> states = {};
-  /// `strict` is of routers: a model of the family whose layers are all dense has nothing of it.
+  /// `strict` applies to routers: a model of the family whose layers are all dense has none of it.
   bool strict_of_routers = false;
 };
 
-/// Where the norms of a layer stand, beside its attention and its MLP.
+/// Where the norms of a layer are, relative to its attention and its MLP.
 enum class NormPlacement : std::uint8_t {
-  kBefore,  ///< of what goes in: input_layernorm, post_attention_layernorm
-  kAfter,   ///< of what comes out: post_attention_layernorm, post_feedforward_layernorm
+  kBefore,  ///< on inputs: input_layernorm, post_attention_layernorm
+  kAfter,   ///< on outputs: post_attention_layernorm, post_feedforward_layernorm
   kAround,  ///< both: those two, input_layernorm and pre_feedforward_layernorm
-  /// One, of what goes into the only part of a layer: a layer is attention (or has a state) or a
-  /// feed-forward, "mixer", behind its "norm".
+  /// One, on the input of the only part of a layer: a layer is attention (or has a state) or a
+  /// feed-forward, "mixer", after its "norm".
   kBeforeOnePart,
 };
 
-/// Of the MLP of a layer.
+/// The activation of a layer's MLP.
 enum class MlpActivation : std::uint8_t {
   kSwiglu,       ///< up times SiLU of a gate
   kGeglu,        ///< up times GELU, in its tanh form, of a gate
@@ -61,17 +61,16 @@ struct DecoderNames {
   std::string stem_in_transformers = {};  ///< where its class calls the stem otherwise
 };
 
-/// What a layer with experts, and the tensors of an expert, are called where files hold one a
-/// projection.
+/// The names of a layer with experts and of an expert's tensors, where files hold one a projection.
 struct MoeNames {
   std::string module = "mlp";
   std::string gate = "gate_proj.weight";
   std::string up = "up_proj.weight";
   std::string down = "down_proj.weight";
-  /// What transformers calls that module, where files call it otherwise; empty: as `module`.
+  /// The name of that module in transformers, where files call it otherwise; empty: as `module`.
   std::string module_in_transformers = {};
-  /// transformers' experts do not say that their matrices stand [in, out], so that peft takes those
-  /// for [out, in]: what it calls A is of the outputs, B of the inputs.
+  /// transformers' experts do not say that their matrices are [in, out], so that peft takes them
+  /// for [out, in]: its A is of the outputs, its B of the inputs.
   bool peft_swaps_factors = false;
 };
 
@@ -95,7 +94,7 @@ struct KeyRow {
 /// In the order in which they are read and written.
 using KeyRows = std::vector<KeyRow>;
 
-/// What a family adds to the common reading of a config.json, its weights' names included.
+/// The additions of a family to the common reading of a config.json, its weights' names included.
 struct FamilyTraits {
   std::string_view model_type;    ///< "qwen3"
   std::string_view architecture;  ///< "Qwen3ForCausalLM"
@@ -135,21 +134,21 @@ struct FamilyTraits {
   std::string_view shared_gate_module = "shared_expert_gate";
   MoeNames moe_names = {};
   KeepInFloat32 pins = {};
-  /// What is frozen where the config's model.freeze is not given.
+  /// The parts that are frozen where the config's model.freeze is not given.
   std::vector<std::string> frozen = {};
 
-  // What the decoder's layers are made of.
+  // The parts of the decoder's layers.
   NormPlacement norms = NormPlacement::kBefore;
   bool norm_adds_one = false;       ///< norms multiply by 1 + weight
   bool norm_rounds_once = false;    ///< norms multiply by their weight before they round
   bool qk_norm = false;             ///< of queries and keys, per head, before rope
   bool qk_norm_over_heads = false;  ///< the q/k norm is of all heads together, not of each
   bool attention_sinks = false;     ///< one a head
-  /// q_proj gives a gate beside the query of each head; its sigmoid multiplies what the head gives.
+  /// q_proj gives a gate after the query of each head; its sigmoid multiplies the head's result.
   bool attention_gate = false;
   /// Linear attention has one matrix for queries, keys and values, and one each for gates and
   /// rates.
-  bool delta_projections_apart = false;
+  bool separate_delta_projections = false;
   bool output_bias = true;  ///< attention_bias holds for o_proj, too
   MlpActivation mlp_activation = MlpActivation::kSwiglu;
   bool rope = true;                ///< attention turns queries and keys by their positions
@@ -158,9 +157,9 @@ struct FamilyTraits {
   bool learned_positions = false;  ///< there are no others than max_position_embeddings
   /// q, k and v are rows of one matrix (qkv_proj), gate and up of another (gate_up_proj).
   bool fused_projections = false;
-  bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made
+  bool transposed_linears = false;  ///< matrices are [in, out]; they get no adapters
 
-  // What others ask of a spec (model_spec.h); null = what most families answer.
+  // Questions about a spec (model_spec.h); null = what most families answer.
   LayerAttention (*attention_of)(const ModelSpec& spec, std::int64_t layer) = nullptr;
   std::vector<std::int64_t> (*key_value_heads)(const ModelSpec& spec) = nullptr;
   std::optional<ImageTokens> (*image_tokens)(const ModelSpec& spec) = nullptr;

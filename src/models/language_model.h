@@ -1,6 +1,6 @@
-// LanguageModel: what training needs to know of a model, whatever its family.
+// LanguageModel: what training needs to know of a model of any family.
 //
-// A batch goes in as one value, images and routing included; what may be sharded on its own is
+// A batch is one value, images and routing included; modules that may be sharded separately are
 // listed as units, in the order in which forward enters them. Short symbols: B rows, T positions, N
 // images, P patches of an image (padded), K experts a token. Next: decoder.h, families.def,
 // ../grad/slot.h.
@@ -68,11 +68,11 @@ inline std::optional<at::Tensor> fillers_by_token(const ModelInputs& inputs) {
   return inputs.fillers->reshape({-1, 1});
 }
 
-/// What one stage of a rank computes with.
+/// The inputs of one stage of a rank.
 struct StageInputs {
-  ModelInputs batch;      ///< the whole one: each stage takes what it needs of it
+  ModelInputs batch;      ///< the whole batch: each stage takes what it needs of it
   std::size_t stage = 0;  ///< among those of this rank (ModelAxes::stages)
-  at::Tensor x = {};      ///< what the stage before gave; undefined for the first
+  at::Tensor x = {};      ///< the result of the stage before; undefined for the first
 
   template <class F>
   void visit_tensors(F&& f) {
@@ -92,7 +92,7 @@ struct ModelOutput {
   }
 };
 
-/// One block that may become a sharding unit.
+/// One block that may become a unit.
 struct ModelUnit {
   std::string name;
   std::shared_ptr<const torch::nn::Module> module;
@@ -115,7 +115,7 @@ ModelUnit unit_of(grad::Slot<M>& slot, std::string name) {
           }};
 }
 
-/// What a model remembers of one text while it writes it: one cache a layer.
+/// The state of one text that is being written: one cache a layer.
 struct DecoderCache {
   std::vector<nn::KvCache> layers;
   std::int64_t length() const { return layers.front().length(); }  ///< positions so far
@@ -128,7 +128,7 @@ inline bool outgrows(const ModelSpec& spec, std::int64_t length, std::int64_t po
   return longest_short && length > 0 && length <= *longest_short && positions > *longest_short;
 }
 
-/// Of a model that writes text, token by token.
+/// Writes text, token by token.
 class WritesText {
  public:
   virtual ~WritesText() = default;
@@ -139,8 +139,8 @@ class WritesText {
   /// the last one. No gradient, nothing gathered: the modules are called past any handle. The first
   /// call of a cache gives the bits of forward's hidden states; later ones differ from it by the
   /// order of additions. Errors: kUsage for more positions than the cache has room for, for those
-  /// with which the text outgrows() its cache, or, in the first call, for a parameter that is neither
-  /// plain nor frozen and whole on every rank.
+  /// with which the text outgrows() its cache, or, in the first call, for a parameter that is
+  /// neither plain nor frozen and whole on every rank.
   virtual at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache) = 0;
   /// input_ids [B, T] -> logits [B, V] after the last one, by a whole forward. As decode otherwise.
   virtual at::Tensor next_logits(const at::Tensor& input_ids) = 0;
@@ -148,35 +148,36 @@ class WritesText {
 
 class LanguageModel : public torch::nn::Module {
  public:
-  /// Logits [B, T, V], or with targets the sum of the token losses (nn/loss.h), [] fp32. Of a model
-  /// that is here whole.
+  /// Logits [B, T, V], or with targets the sum of the token losses (nn/loss.h), [] fp32. For a
+  /// model that is whole on this rank.
   at::Tensor forward(const ModelInputs& inputs) { return forward_routed(inputs).result; }
   /// The same with what the routers did. A model without such routers has no loads.
   ModelOutput forward_routed(const ModelInputs& inputs) { return forward_stage({inputs}); }
-  /// One stage: from the batch, or from what the stage before gave, to the stream [B, t, H] behind
-  /// its last layer, or as forward where it has the head. Loads are of its own layers.
+  /// One stage: from the batch, or the result of the stage before, to the stream [B, t, H] after
+  /// its last layer, or as forward where it has the head. Loads are those of its own layers.
   virtual ModelOutput forward_stage(const StageInputs& inputs) = 0;
-  /// Of inputs on the CPU, for who brings them to a device, where forward cannot look at values without
-  /// a wait: ids, targets, imposed experts, and what a family wants of them besides. Errors: kFormat,
-  /// as forward has them on the CPU.
+  /// Checks inputs on the CPU before they are moved to a device, where forward cannot read values
+  /// without a wait: ids, targets, imposed experts, and what a family requires in addition. Errors:
+  /// kFormat, as forward has them on the CPU.
   void check_values(const ModelInputs& inputs) const;
-  /// Of this rank. Without those that belong to the root: a tied embedding and head, small parts.
+  /// Returns the units of this rank, without the root's parts: a tied embedding and head, small
+  /// parts.
   virtual std::vector<ModelUnit> units() = 0;
   /// The Hugging Face name of a unit's parameter; `path` inside the unit's module.
   virtual std::string canonical_name(const std::string& unit, const std::string& path) const = 0;
   virtual const ModelSpec& spec() const = 0;
-  /// Those of this rank; one where the whole model is here.
+  /// Returns the stages of this rank; one where the whole model is here.
   virtual const StagesOfRank& stages() const = 0;
   bool is_whole() const;
-  /// What every layer of text and tower forgets after forward and computes again for backward;
-  /// embeddings, projector, pooling and head never do. From the next forward on; it binds plans,
-  /// which choose for layers of text where nobody has said.
+  /// Sets what every layer of text and tower frees after forward and computes again for backward;
+  /// embeddings, projector, pooling and head never do. Holds from the next forward on. It binds
+  /// plans, which choose only for layers of text whose mode is not set.
   virtual void set_recompute(RecomputeMode mode) = 0;
   /// Null where text of this family cannot be generated.
   virtual WritesText* writer() { return nullptr; }
 
  protected:
-  /// What check_values asks of this family alone.
+  /// Checks what check_values requires of this family alone.
   virtual void check_own_values(const ModelInputs& /*inputs*/) const {}
 };
 
@@ -185,12 +186,13 @@ class LanguageModel : public torch::nn::Module {
 std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec,
                                                    const ModelAxes& axes = {});
 
-// The factories that the rows name; each is defined beside the module that it makes.
+// The factories that the rows name; each is defined next to the module that it makes.
 #define TESSERA_FAMILY(enumerator, folder, build) \
   std::shared_ptr<LanguageModel> build_##build(const ModelSpec& spec, const ModelAxes& axes);
 #include "models/families.def"
 
-/// That a model which writes text is whole here. Errors: kUsage, as WritesText::decode has them.
+/// Checks that a model which writes text is whole here. Errors: kUsage, as WritesText::decode has
+/// them.
 void require_whole(const torch::nn::Module& model);
 
 /// A module that only gives its children a prefix ("model.").

@@ -1,6 +1,6 @@
-// ModelAxes: the axes of a mesh that a model's layers communicate over, and which of its forms it
-// has; made once for a model, copied into its layers. LocalSizes: how much of a layer one rank
-// holds, and those axes to the ranks that hold the rest.
+// ModelAxes: the axes of a mesh that a model's layers communicate over, and the forms that it has;
+// made once for a model, copied into its layers. LocalSizes: how much of a layer one rank holds,
+// and those axes to the ranks that hold the rest.
 //
 // Layers are made from LocalSizes, never from the spec's totals, so that a rank's part of a layer
 // is the same class with smaller numbers. A rank of a pipeline has some of the layers only:

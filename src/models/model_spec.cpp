@@ -162,7 +162,7 @@ void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
 }
 
-/// Its text_config, with what stands beside that about the text.
+/// Returns the text_config, with the keys about the text that are outside of it.
 nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& family,
                            LeftKeys& left) {
   ConfigReader keys(whole);
@@ -234,7 +234,7 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
                 concat("config.json: found the unknown key ", unknown.front(),
                        unknown.size() > 1 ? concat(" and ", unknown.size() - 1, " more") : "",
                        ", expected keys of ", family.architecture,
-                       "; set model.allow_unknown_config_keys to go on without"));
+                       "; set model.allow_unknown_config_keys to ignore them"));
   }
   return result;
 }

@@ -1,5 +1,5 @@
-// ModelSpec: what a published model's files say about the mathematics of a language model, as a
-// value; read, written, and asked which numbers of ranks can share it.
+// ModelSpec: the mathematics of a published language model as its files give it, as a value; read,
+// written, and asked which numbers of ranks can share it.
 //
 // Every key of config.json is used, known to change nothing (keys/known_keys.h), or refused with
 // its value, so that a model is never trained as something else than it is. Both spellings are
@@ -48,7 +48,7 @@ struct ModelSpec {
   bool mlp_bias = false;        ///< on gate, up and down (llama)
   /// A norm of queries and keys, where the file says it; none = as the family has it.
   std::optional<bool> use_qk_norm = std::nullopt;
-  /// Nothing here drops anything: kept for who reads the folder that is written.
+  /// Nothing here drops anything: kept for readers of the folder that is written.
   double attention_dropout = 0.0;
   nn::RopeOptions rope = {};
   /// One a layer; empty = all full (and of Gemma 4). The parts of Nemotron-H's layers are said here
@@ -69,7 +69,7 @@ struct ModelSpec {
   std::optional<MlaSpec> mla = {};             ///< of latent attention; head_dim is what rope turns
   std::optional<DeltaNetSpec> delta_net = {};  ///< of linear attention
   std::optional<MambaSpec> mamba = {};         ///< of state-space layers
-  /// Of sliding layers, where they have another rope than full ones (`rope`).
+  /// The rope of sliding layers, where it differs from that of full ones (`rope`).
   std::optional<nn::RopeOptions> sliding_rope = {};
   /// Scores are divided by its root; none = head_dim.
   std::optional<double> query_pre_attn_scalar = {};
@@ -117,7 +117,7 @@ struct RoutedExperts {
 };
 RoutedExperts routed_experts(const ModelSpec& spec);
 
-/// What the attention of one layer multiplies.
+/// The sizes of one layer's attention.
 struct LayerAttention {
   std::int64_t dims = 0;  ///< of a query with a key, and of their weight with a value
   std::optional<std::int64_t> window = {};  ///< how many positions it sees; none = all before
@@ -141,8 +141,8 @@ struct SpecOptions {
 
 struct ParsedSpec {
   ModelSpec spec;
-  /// Layers behind the model's own that predict further tokens (DeepSeek V3, GLM 4.5): published
-  /// folders have them beside the model, which is none the different for it.
+  /// Layers after the model's own that predict further tokens (DeepSeek V3, GLM 4.5): published
+  /// folders have them next to the model, which they do not change.
   std::int64_t prediction_layers = 0;
   /// The names of keys that are known to change nothing, other than those that every config has.
   std::vector<std::string> ignored_keys;
@@ -167,12 +167,12 @@ std::string config_json(const ModelSpec& spec);
 /// none. Errors: kFormat for malformed JSON or another value.
 std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::string_view where);
 
-/// That a row has no more positions than the model has learned; of most models any number. Errors:
-/// kConfig.
+/// Checks that a row has no more positions than the model has learned; most models have any number.
+/// Errors: kConfig.
 void check_learned_positions(const ModelSpec& spec, std::int64_t positions);
 
-/// What the model's sizes allow of degrees; what these allow of each other is known
-/// (train/config/config_resolve.h). Errors: kConfig naming the key of [parallelism], what was found
+/// Checks degrees against the model's sizes; what degrees allow of each other is checked in
+/// train/config/config_resolve.h. Errors: kConfig naming the key of [parallelism], what was found
 /// and what would divide.
 void check_degrees(const ModelSpec& spec, const ParallelDims& degrees);
 

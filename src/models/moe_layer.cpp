@@ -53,7 +53,7 @@ ParameterLayout expert_layout(const ParallelDims& share, int inner_dim,
   return layout;
 }
 
-/// What is added to an expert's result: whole on every rank that shares the expert, added by one.
+/// The layout of an expert's addend: whole on every rank that shares the expert, added by one.
 ParameterLayout expert_sum_layout(const ParallelDims& share) {
   ParameterLayout layout = over_experts(share);
   if (share.etp > 1) layout.axes.push_back(AxisPlacement::partial(inner_axis(share), share.etp));
@@ -68,8 +68,8 @@ layout::FusedMatrices gate_and_up(const MoeSpec& moe, int dim) {
   return {.count = 2, .dim = dim, .order = in_turn ? Order::kInTurn : Order::kSideBySide};
 }
 
-/// Beside the product whose columns are cut. As a column-parallel layer's (nn/linear.h): A sees all
-/// of the inputs, and its gradient is an addend of each rank that has some of the outputs.
+/// The adapter of the product whose columns are cut. As a column-parallel layer's (nn/linear.h): A
+/// sees all of the inputs, and its gradient is an addend of each rank that has some of the outputs.
 moe::AdapterPlacement gate_up_adapters(const ParallelDims& share, const MoeSpec& moe,
                                        std::int64_t rank) {
   const bool as_they_stand = moe.activation == ExpertActivation::kClampedSwiglu || !moe.is_gated();
@@ -80,8 +80,8 @@ moe::AdapterPlacement gate_up_adapters(const ParallelDims& share, const MoeSpec&
           gate_and_up(moe, 0)};
 }
 
-/// Beside the one whose inputs are cut: the first factor's results are addends, so B's are too, and
-/// B's gradient is one.
+/// The adapter of the product whose inputs are cut: the first factor's results are addends, so B's
+/// are too, and B's gradient is one.
 moe::AdapterPlacement down_adapters(const ParallelDims& share) {
   return {expert_layout(share, 2), expert_sum_layout(share)};
 }

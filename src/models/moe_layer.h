@@ -1,8 +1,8 @@
 // The mixture of experts of a decoder layer: router, experts and, in some families, one more MLP
 // that every token goes through.
 //
-// Its parameters carry Hugging Face's names but for experts of which the files hold a tensor each:
-// they are one parameter a product here (ParameterSpec::stacked). Short symbols: B rows, T
+// Its parameters carry Hugging Face's names, except for experts of which the files hold a tensor
+// each: they are one parameter a product here (ParameterSpec::stacked). Short symbols: B rows, T
 // positions, M tokens, H hidden, E experts, K experts a token, I inner. Next: ../moe/routing.h,
 // ../moe/experts.h.
 #pragma once
@@ -27,7 +27,7 @@
 
 namespace tessera::models {
 
-/// What was asked of the routing of the tokens that a router saw.
+/// Returns what was asked of the routing of the tokens that a router saw.
 RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics,
                    const std::optional<at::Tensor>& fillers = std::nullopt);
 
@@ -62,7 +62,7 @@ class ExpertBank : public nn::PlacedModule, public IsModelPart {
   at::Tensor forward(const at::Tensor& x, const moe::Routing& routing,
                      std::function<void()> meanwhile = {});
   /// Adds the parameters PRODUCT.lora_A.weight [E, rank, in] and PRODUCT.lora_B.weight [E, out,
-  /// rank] beside a product of this bank ("gate_up_proj", without a gate "up_proj"; "down_proj"),
+  /// rank] to a product of this bank ("gate_up_proj", without a gate "up_proj"; "down_proj"),
   /// before sharding.
   void add_adapter(const std::string& product, const nn::LoraOptions& options);
   /// The module's name in the model, for errors.
@@ -101,7 +101,7 @@ class MoeLayer : public torch::nn::Module, public HasExpertBias {
   std::shared_ptr<ExpertRouter> router_;
   std::shared_ptr<ExpertBank> experts_;
   std::shared_ptr<nn::Mlp> shared_experts_;  // null without
-  std::shared_ptr<nn::Linear> shared_gate_;  // of what they give; null without
+  std::shared_ptr<nn::Linear> shared_gate_;  // of their result; null without
 };
 
 }  // namespace tessera::models

@@ -1,8 +1,8 @@
 // PatchGrid: which patches of an image are pooled into which soft token.
 //
-// An image is a full rectangle of patches, in any order, with padding behind or between them; k by
-// k neighbours become one soft token. Everything a wrong batch can get wrong is refused here, with
-// the image's number. Short symbols: N images, P patches, k pooling kernel, M soft tokens. Next:
+// An image is a full rectangle of patches, in any order, with padding after or between them; k by k
+// neighbours become one soft token. Every fault of a batch is refused here, with the image's
+// number. Short symbols: N images, P patches, k pooling kernel, M soft tokens. Next:
 // gemma4/gemma4_vision.h.
 #pragma once
 

@@ -32,8 +32,8 @@ inline bool wants_gradient(const torch::nn::Module& layer, const std::vector<at:
   return std::any_of(parameters.begin(), parameters.end(), wants);
 }
 
-/// body(inputs) of `layer`, a tensor or several; it lives as long as the graph if a shared pointer
-/// holds it.
+/// Runs body(inputs) of `layer`, a tensor or several; `layer` lives as long as the graph if a
+/// shared pointer holds it.
 template <class Body>
 auto recomputed(torch::nn::Module& layer, RecomputeMode mode, const std::vector<at::Tensor>& inputs,
                 Body body) {

@@ -297,7 +297,7 @@ void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::R
     return is_there ? value : concat(value, " (meant without the key, which ", where, " lacks)");
   };
   keys.refuse("rope_scaling", concat("the rope of ", path, ", or one of the two: they differ in ",
-                                     key, " ", said(one, scaling, "rope_scaling"), " beside ",
+                                     key, ": ", said(one, scaling, "rope_scaling"), ", but ",
                                      said(other, record, path), " there"));
 }
 

@@ -1,5 +1,6 @@
 // The keys of a config.json: rows that read and write a member of the spec, the rows that all
-// decoders have, and readers of what no row can say, as of rotary embeddings in both spellings.
+// decoders have, and readers of what no row can express, such as rotary embeddings in both
+// spellings.
 //
 // Private to model_spec.cpp and the families' own readers. Next: qwen3_moe/qwen3_moe.cpp,
 // gemma4/gemma4.cpp.
@@ -151,7 +152,7 @@ Json written_by(const KeyRows& rows, const ModelSpec& spec);
 
 // ----------------------------------------------------------------------------- what is no row
 
-/// Of `dtype` and `torch_dtype`, which must agree.
+/// Reads `dtype` and `torch_dtype`, which must agree.
 std::optional<DType> read_dtype(ConfigReader& keys);
 
 /// Refuses a partial_rotary_factor that leaves no even number of elements to turn. Errors: kConfig.
@@ -162,7 +163,7 @@ KeyRow turned_part_row();
 /// hidden_act of an MLP whose gate is SiLU.
 void read_activation(ConfigReader& keys, ModelSpec& spec);
 
-/// Padding, begin and end; vocab_size is set, and what absent keys mean.
+/// Reads padding, begin and end; vocab_size is set, and so are the meanings of absent keys.
 void read_tokens(ConfigReader& keys, ModelSpec& spec);
 
 /// attention_dropout, which is refused above 0 in training.
@@ -174,7 +175,7 @@ std::string read_tokenizer(ConfigReader& keys);
 /// Errors: kConfig for more elements of all parameters than byte counts can hold.
 void check_total(double elements);
 
-inline constexpr std::string_view kFullRotary = "rope turns the whole head";
+inline constexpr std::string_view kFullRotary = "rope turns every element of a head";
 /// transformers takes an empty record for none.
 inline bool says_nothing(const nlohmann::json& record) {
   return record.is_object() && record.empty();
@@ -185,7 +186,7 @@ struct RopeAround {
   double theta = 0.0;
   /// Stands for original_max_position_embeddings where that is nowhere, as in transformers.
   std::int64_t max_position_embeddings = 0;
-  /// Beside the records.
+  /// original_max_position_embeddings outside of the records.
   std::optional<std::int64_t> original_max_position_embeddings = std::nullopt;
   /// The rotary share of a head; none where the family always has the whole head.
   std::optional<double> partial_rotary_factor = std::nullopt;

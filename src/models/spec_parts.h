@@ -1,7 +1,7 @@
-// The records that a ModelSpec is made of, as a config.json gives them: what a layer sees of the
-// positions before (LayerType), latent attention (MlaSpec), linear attention (DeltaNetSpec),
-// state-space layers (MambaSpec), a mixture of experts (MoeSpec) of a family whose layers have one
-// in the place of the MLP or beside it, and what a batch must know of a model that sees images
+// The records that a ModelSpec is made of, as a config.json gives them: which earlier positions a
+// layer sees (LayerType), latent attention (MlaSpec), linear attention (DeltaNetSpec), state-space
+// layers (MambaSpec), a mixture of experts (MoeSpec) of a family whose layers have one instead of
+// the MLP or in addition to it, and what a batch must know of a model with a vision tower
 // (ImageTokens).
 //
 // Pure. Next: model_spec.h, moe_layer.h, patch_grid.h.
@@ -14,7 +14,7 @@
 
 namespace tessera::models {
 
-/// How one layer sees the positions before; of Nemotron-H, whose layers have one part each, that
+/// How one layer sees the positions before; for Nemotron-H, whose layers have one part each, that
 /// part.
 enum class LayerType : std::uint8_t {
   kSliding,  ///< query i sees key j where i - window < j <= i
@@ -80,8 +80,8 @@ struct MambaSpec {
   std::int64_t chunk_size = 128;
   bool use_conv_bias = true;
   double time_step_min = 0.001;  ///< the least step of a state
-  // Of initial values: first steps lie from time_step_min to time_step_max, and are at least
-  // time_step_floor; out_proj is narrower the more layers there are.
+  // The range of initial values: first steps lie from time_step_min to time_step_max, and are at
+  // least time_step_floor; out_proj is narrower the more layers there are.
   double time_step_max = 0.1;
   double time_step_floor = 1e-4;
   bool rescale_prenorm_residual = true;
@@ -101,14 +101,14 @@ struct Gpt2Spec {
 
 /// The scales of Granite. The fields carry the names of the file's keys.
 struct GraniteSpec {
-  double embedding_multiplier = 1.0;  ///< of what the embedding gives
+  double embedding_multiplier = 1.0;  ///< of the embedding's result
   double attention_multiplier = 1.0;  ///< of the scores of queries and keys
-  double residual_multiplier = 1.0;   ///< of what attention and MLP add to the stream
+  double residual_multiplier = 1.0;   ///< of the addends of attention and MLP
   double logits_scaling = 1.0;        ///< logits are divided by it
   bool operator==(const GraniteSpec&) const = default;
 };
 
-/// What the routing weights of a token are made of.
+/// How the routing weights of a token are computed.
 enum class ExpertScores : std::uint8_t {
   kSoftmaxOfAll,     ///< softmax over all experts, then the choice
   kSoftmaxOfChosen,  ///< the choice by raw scores, then softmax over the chosen
@@ -121,7 +121,7 @@ enum class ExpertScores : std::uint8_t {
 /// The dtype that the router computes in.
 enum class RouterDtype : std::uint8_t {
   kWeight,   ///< its weight's
-  kFloat32,  ///< whatever its weight has
+  kFloat32,  ///< with weights of any dtype
 };
 
 enum class ExpertActivation : std::uint8_t {
@@ -131,7 +131,7 @@ enum class ExpertActivation : std::uint8_t {
   kReluSquared,    ///< up rows alone: there is no gate (Nemotron-H)
 };
 
-/// How the matrices of experts stand in files and in parameters.
+/// The layout of experts' matrices in files and in parameters.
 enum class ExpertLayout : std::uint8_t {
   /// [E, 2I, H], without a gate [E, I, H], and [E, H, I]; one tensor an expert and projection in
   /// files.
@@ -144,14 +144,14 @@ struct MoeSpec {
   std::int64_t num_experts = 0;
   std::int64_t experts_per_token = 0;
   std::int64_t moe_intermediate_size = 0;
-  /// Width of the one MLP that every token goes through besides; 0 = none.
+  /// Width of the one MLP that every token also goes through; 0 = none.
   std::int64_t shared_intermediate_size = 0;
-  /// What that MLP gives is multiplied by the sigmoid of one product a token.
+  /// That MLP's result is multiplied by the sigmoid of one product a token.
   bool shared_gate = false;
 
   ExpertScores scores = ExpertScores::kSoftmaxOfAll;
   RouterDtype router_dtype = RouterDtype::kWeight;
-  /// Weights multiply what goes into an expert, whatever model.score_before_experts says.
+  /// Weights multiply the input of an expert, with any model.score_before_experts.
   bool scores_before_experts = false;
   bool norm_topk_prob = false;  ///< the weights of a token are divided by their sum
   double routed_scaling_factor = 1.0;

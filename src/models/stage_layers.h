@@ -1,7 +1,6 @@
-// StageLayers: what one stage of a pipeline has of a model. Pure.
+// StageLayers: the parts of a model that one stage of a pipeline has. Pure.
 //
-// Which stages there are says pipeline/split.h; a model is made of the stages of one rank
-// (model_axes.h).
+// pipeline/split.h chooses the stages; a model is made of the stages of one rank (model_axes.h).
 #pragma once
 
 #include <algorithm>
@@ -12,9 +11,9 @@
 
 namespace tessera::models {
 
-/// What one stage of a pipeline has of a model.
+/// The parts of a model that one stage of a pipeline has.
 struct StageLayers {
-  bool embedding = true;  ///< with all that stands before it (a vision tower)
+  bool embedding = true;  ///< with all that is before it (a vision tower)
   layout::Range layers;
   bool head = true;  ///< with the final norm
   bool has_layer(std::int64_t number) const {

@@ -1,9 +1,9 @@
-// TextModel: what models of an embedding, layers of text and a head have in common: the slots that
+// TextModel: the common part of models of an embedding, layers of text and a head: the slots that
 // hold them, their units, and how a text is written with them. Private to the models' sources.
 //
-// Embedding, layers and head are reached through grad::Slot, so that each can become a sharding
-// unit; writing calls them past any handle. A family derives from it, builds its parts under its own
-// names, and says how they compute a stage. Short symbols: B rows, T positions, H hidden. Next:
+// Embedding, layers and head are reached through grad::Slot, so that each can become a unit;
+// writing calls them past any handle. A family derives from it, builds its parts under its own
+// names, and defines how they compute a stage. Short symbols: B rows, T positions, H hidden. Next:
 // decoder.h, language_model.h.
 #pragma once
 
@@ -102,7 +102,7 @@ class TextModel : public LanguageModel, public WritesText {
     }
   }
 
-  /// Of this rank, in the order of forward; `layers` stands before a layer's number.
+  /// Returns the units of this rank, in the order of forward; `layers` precedes a layer's number.
   std::vector<ModelUnit> text_units(const std::string& embedding, const std::string& layers) {
     std::vector<ModelUnit> units;
     const bool tied = spec_.tie_word_embeddings;

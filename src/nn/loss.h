@@ -2,11 +2,11 @@
 // logits before it.
 //
 // Sums of parts can be added over micro-batches and ranks, and a batch without unmasked targets
-// gives no NaN. Targets are aligned with the logits: targets[:, t] is what position t is to predict, -100 is
-// ignored. Labels as Hugging Face has them are shifted first (next_token_targets). Where the
-// vocabulary is cut over ranks, rank r of the axis owns tokens r V/size to (r + 1) V/size - 1,
-// columns of the logits: no rank ever holds logits of the whole vocabulary, and three numbers a
-// token are sent. Short symbols: B rows, T positions, V vocabulary. Next: embedding.h,
+// gives no NaN. Targets are aligned with the logits: targets[:, t] is what position t is to
+// predict, -100 is ignored. Labels as Hugging Face has them are shifted first (next_token_targets).
+// Where the vocabulary is cut over ranks, rank r of the axis owns tokens r V/size to (r + 1) V/size
+// - 1, columns of the logits: no rank ever holds logits of the whole vocabulary, and three numbers
+// a token are sent. Short symbols: B rows, T positions, V vocabulary. Next: embedding.h,
 // ../parallel/transitions.h.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What the configs of DeepSeek V2 and V3, and of models that follow them (GLM 4.5), say in the same
-// keys: latent attention, routed and shared experts, groups of them, the router of sigmoids.
+// The config keys that DeepSeek V2 and V3, and models that follow them (GLM 4.5), share: latent
+// attention, routed and shared experts, groups of them, the router of sigmoids.
 //
 // Private to those families' readers. Next: ../spec_keys.h, ../deepseek_v3/deepseek_v3.cpp.
 #pragma once

@@ -16,7 +16,7 @@
 namespace tessera::models {
 namespace {
 
-constexpr std::int64_t kPattern = 6;  ///< every so-many-th layer is a full one
+constexpr std::int64_t kPattern = 6;  ///< every n-th layer is a full one
 constexpr double kLocalTheta = 1e4;
 constexpr const char* kNoSoftCaps = "soft caps are not supported in this family";
 

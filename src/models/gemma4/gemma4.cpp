@@ -1,5 +1,5 @@
 // Gemma 4 with images: a frozen vision tower, a projector, and a text model whose layers slide or
-// see everything, with a mixture of experts beside each dense MLP.
+// see everything, with a mixture of experts in parallel to each dense MLP.
 //
 // Its config.json has three nested configs, of which every key is used, harmless or refused. Both
 // spellings of the layers' differences are read (global_head_dim and such keys, per_layer_config).

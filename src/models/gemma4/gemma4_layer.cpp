@@ -100,7 +100,7 @@ Gemma4Router::Gemma4Router(const ModelSpec& spec, std::int64_t number,
 
 moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed) {
   const double root = 1.0 / std::sqrt(static_cast<double>(x.size(1)));
-  // From here on in fp32, whatever the router is stored in: rounded scores choose other experts.
+  // From here on in fp32, in any storage dtype of the router: rounded scores choose other experts.
   const WideScope router;
   const at::ScalarType inside = at::promote_types(proj_->weight.scalar_type(), at::kFloat);
   const at::Tensor scaled = nn::plain_rms_norm(x, eps_).to(inside) * scale_ * root;
@@ -173,7 +173,7 @@ DecoderLayer::Output Gemma4TextLayer::mixed(const at::Tensor& x, const RoutingRe
 
 DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x, const Gemma4Seen& seen,
                                               const RoutingRequest& request) {
-  // What is not there goes through as an undefined tensor.
+  // An absent tensor is passed as an undefined one.
   return DecoderLayer::Output::of(recomputed(
       *this, recompute(),
       {x, seen.documents.starts, seen.ends, request.imposed.value_or(at::Tensor()),

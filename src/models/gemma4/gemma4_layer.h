@@ -1,10 +1,10 @@
-// One text layer of Gemma 4: attention, a dense MLP and beside it a mixture of experts, each
+// One text layer of Gemma 4: attention, then a dense MLP and in parallel a mixture of experts, each
 // between two norms.
 //
-// Sliding and full layers differ in head size, key heads, rope and window; what a query sees behind
-// itself (tokens of its image) is the same for all sliding layers. Short symbols: B rows, T positions, H
-// hidden, M tokens, E experts, K experts a token. Next: ../moe_layer.h, whose experts these are,
-// ../../nn/documents.h.
+// Sliding and full layers differ in head size, key heads, rope and window; the positions after
+// itself that a query sees (tokens of its image) are the same for all sliding layers. Short
+// symbols: B rows, T positions, H hidden, M tokens, E experts, K experts a token. Next:
+// ../moe_layer.h, whose experts these are, ../../nn/documents.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,10 +32,10 @@ namespace tessera::models {
 /// Gemma's norm: with its weight before the one rounding.
 std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, ParameterLayout layout = {});
 
-/// What positions see beyond plain causality and windows.
+/// The positions that are visible beyond plain causality and windows.
 struct Gemma4Seen {
   nn::Documents documents = {};
-  at::Tensor ends = {};  ///< as nn::AttentionMask has it; undefined: nothing behind itself
+  at::Tensor ends = {};  ///< as nn::AttentionMask has it; undefined: none after itself
 
   template <class F>
   void visit_tensors(F&& f) {
@@ -105,7 +105,7 @@ class Gemma4TextLayer : public torch::nn::Module, public IsLayer, public Recompu
  private:
   using Output = DecoderLayer::Output;
   Output body(const at::Tensor& x, const Gemma4Seen& seen, const RoutingRequest& request);
-  /// The stream behind attention.
+  /// Returns the stream after attention.
   at::Tensor up_to_feed_forward(const at::Tensor& x, const Gemma4Seen& seen);
   Output behind_attention(const at::Tensor& middle, const RoutingRequest& request);
   Output feed_forward(const at::Tensor& x, const RoutingRequest& request);

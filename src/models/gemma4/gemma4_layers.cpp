@@ -35,7 +35,7 @@ std::vector<LayerType> read_types(ConfigReader& keys, std::int64_t layers) {
       types.push_back(type == kSlidingAttention ? LayerType::kSliding : LayerType::kFull);
     }
   }
-  types.back() = LayerType::kFull;  // as transformers does, whatever the list says
+  types.back() = LayerType::kFull;  // as transformers does, even if the list says otherwise
   return types;
 }
 
@@ -119,7 +119,7 @@ nn::RopeOptions read_layer_rope(const nlohmann::json& record, LayerType type,
     rope.partial_rotary_factor = keys.number("partial_rotary_factor", {0.0, 1.0}).value_or(1.0);
     rope.factor = keys.number("factor", {1e-6, 1e9}).value_or(1.0);
   } else {
-    keys.expect("partial_rotary_factor", 1.0, "rope of type default turns the whole head");
+    keys.expect("partial_rotary_factor", 1.0, "rope of type default turns every element of a head");
     keys.expect("factor", 1.0, "rope of type default has none");
   }
   for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
@@ -152,7 +152,7 @@ void read_gemma4_layers(ConfigReader& keys, ModelSpec& spec) {
   const auto head_dim = keys.integer("global_head_dim", kSize);
   const auto kv_heads = keys.integer("num_global_key_value_heads", kSize);
   if (const nlohmann::json* overrides = keys.take("per_layer_config")) {
-    read_per_layer(keys, *overrides, gemma);  // the global_ keys have no effect beside it
+    read_per_layer(keys, *overrides, gemma);  // the global_ keys have no effect next to it
   } else {
     if (null_head_dim) keys.refuse("global_head_dim", "an integer");
     for (Gemma4Layer& layer : gemma.layers) {

@@ -38,8 +38,8 @@ class Gemma4Head : public torch::nn::Module {
   std::shared_ptr<nn::Linear> lm_head_;
 };
 
-/// Writes text: image tokens in the first call of a cache are refused on the CPU (kFormat); what
-/// stands for no text is padding elsewhere, as in forward.
+/// Writes text: image tokens in the first call of a cache are refused on the CPU (kFormat);
+/// elsewhere ids of no text are padding, as in forward.
 class Gemma4Model : public TextModel<nn::Embedding, Gemma4TextLayer, Gemma4Head> {
  public:
   explicit Gemma4Model(const ModelSpec& spec, const ModelAxes& axes = {});
@@ -52,7 +52,7 @@ class Gemma4Model : public TextModel<nn::Embedding, Gemma4TextLayer, Gemma4Head>
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   void set_recompute(RecomputeMode mode) override;
 
-  // The steps of forward, for those who want to look in between.
+  // The steps of forward, for callers that need values in between.
 
   /// Soft tokens of all images, [M, H of the tower]. Errors: as Gemma4VisionTower::forward.
   at::Tensor soft_tokens(const Images& images);

@@ -14,7 +14,7 @@
 
 namespace tessera::models {
 
-/// Of the scores, in text and images: queries and keys are normed.
+/// The scale of scores, in text and images: queries and keys are normed.
 inline constexpr double kGemma4ScoreScale = 1.0;
 
 struct Gemma4Layer {
@@ -64,7 +64,7 @@ struct Gemma4Spec {
   // Here and below: none = there is no such token (null in the file).
   std::optional<std::int64_t> video_token_id = 258884;
   std::optional<std::int64_t> audio_token_id = 258881;
-  // Of the tokenizer's side: kept for who reads the folder, without effect here.
+  // The tokenizer's ids: kept for readers of the folder, without effect here.
   std::optional<std::int64_t> boi_token_id = 255999;
   std::optional<std::int64_t> eoi_token_id = 258882;
   std::optional<std::int64_t> boa_token_id = 256000;

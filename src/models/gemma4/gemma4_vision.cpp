@@ -152,7 +152,7 @@ at::Tensor Gemma4VisionTower::forward(const Images& images) {
                     pixels.size(1) == images.position_ids.size(1) && pixels.size(2) == values,
                 ErrorKind::kFormat, "pixel_values: found ", pixels.sizes(), ", expected [",
                 images.position_ids.size(0), ", ", images.position_ids.size(1), ", ", values,
-                "] beside image_position_ids");
+                "] with image_position_ids");
   at::Tensor h = patch_embedder_(pixels, images.position_ids);
   const nn::AxialTable table =
       nn::axial_table(images.position_ids, vision_.head_dim, vision_.rope_theta, h.scalar_type());

@@ -1,10 +1,10 @@
 // Gemma 4's vision tower: patches to hidden states to soft tokens, and the projector to the text.
 //
-// All patches of an image see each other; padding is seen by nobody. The tower's activations have
-// the dtype that its first projection computes in; positions, pooling scale and standardization are
-// fp32. Frozen as a rule: without a parameter that requires grad it leaves no graph. Batches
-// without images run. Short symbols: N images, P patches, M soft tokens of all images, H hidden of
-// the tower. Next: ../patch_grid.h, ../../nn/rope.h.
+// All patches of an image see each other; no patch sees padding. The tower's activations have the
+// dtype that its first projection computes in; positions, pooling scale and standardization are
+// fp32. The tower is frozen as a rule: without a parameter that requires grad it leaves no graph.
+// Batches without images run. Short symbols: N images, P patches, M soft tokens of all images, H
+// hidden of the tower. Next: ../patch_grid.h, ../../nn/rope.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -73,7 +73,7 @@ class Gemma4VisionTower : public torch::nn::Module, public IsModelPart {
   /// -> [M, H]. Errors: kFormat as patch_grid, or for pixels that do not fit the positions.
   at::Tensor forward(const Images& images);
   std::vector<ModelUnit> units();
-  /// Of its layers.
+  /// Sets the mode of its layers.
   void set_recompute(RecomputeMode mode);
 
  private:

@@ -1,9 +1,8 @@
 // GPT-2: learned positions, LayerNorm with biases, one product for queries, keys and values, linear
 // layers whose matrices stand [in, out] in files, a head that is the embedding.
 //
-// Its config.json has names of its own for what others have. Published folders hold the causal mask
-// of each layer beside the weights, and some a prefix that the class of the whole model has. Next:
-// gpt2_model.cpp.
+// Its config.json has its own names for common values. Published folders also hold the causal mask
+// of each layer, and some a prefix that the class of the whole model has. Next: gpt2_model.cpp.
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>

@@ -117,7 +117,7 @@ namespace {
 
 constexpr std::int64_t kParts = 3;  // queries, keys and values
 
-/// Of each part in the last dim those of this rank's heads.
+/// Takes from each part in the last dim the columns of this rank's heads.
 at::Tensor own_columns(const at::Tensor& all, const nn::TensorRegion& region) {
   if (region.size() == 1) return all;
   const at::Tensor by_part = all.unflatten(-1, {kParts, -1});

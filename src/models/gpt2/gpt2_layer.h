@@ -1,6 +1,6 @@
-// One layer of GPT-2: attention and an MLP, each behind a LayerNorm and beside the stream; and what
-// they are made of that no other family has: LayerNorm with a bias, and a linear layer whose matrix
-// stands [in, out].
+// One layer of GPT-2: attention and an MLP, each after a LayerNorm and added to the stream. Its
+// parts that no other family has: LayerNorm with a bias, and a linear layer whose matrix is [in,
+// out].
 //
 // Short symbols: B rows, T positions, H heads of this rank, D their size. Next: gpt2_model.cpp.
 #pragma once
@@ -24,7 +24,8 @@
 
 namespace tessera::models {
 
-/// The mean taken out, the variance of all columns; weight and bias in fp32 at least, rounded once.
+/// Subtracts the mean, divides by the deviation of all columns; weight and bias in fp32 at least,
+/// rounded once.
 class LayerNorm : public nn::PlacedModule {
  public:
   LayerNorm(std::int64_t size, double eps, const ParameterLayout& layout = {});

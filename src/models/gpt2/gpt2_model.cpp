@@ -125,7 +125,7 @@ at::Tensor LearnedPositions::add_to(const at::Tensor& x, std::int64_t first,
 }
 
 Gpt2Embedding::Gpt2Embedding(const ModelSpec& spec, const nn::TensorRegion& region) {
-  // No padding: transformers' embedding of this family has none, whatever pad_token_id is.
+  // No padding: transformers' embedding of this family has none for any pad_token_id.
   wte_ = register_module(
       "wte", std::make_shared<nn::Embedding>(region.part_of(spec.vocab_size), spec.hidden_size,
                                              std::nullopt, region));

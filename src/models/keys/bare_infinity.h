@@ -1,9 +1,9 @@
 // The one word in published config.json that is no JSON: Nemotron-H's hub folders say
 // "time_step_limit": [0.0, Infinity].
 //
-// It is read there and nowhere else: as Infinity in the list that a key of this name has at the top
-// of the file. Any other bare word is left as it stands, for the reader of JSON to refuse. Pure.
-// Next: ../nemotron_h/nemotron_h.cpp.
+// It is read only there: as Infinity in the list that a key of this name has at the top of the
+// file. Any other bare word stays as it is, for the reader of JSON to refuse. Pure. Next:
+// ../nemotron_h/nemotron_h.cpp.
 #pragma once
 
 #include <string>

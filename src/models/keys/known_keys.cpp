@@ -152,7 +152,7 @@ constexpr std::string_view kOfRopeKinds[] = {
     "beta_fast",
     "beta_slow",
     "factor",
-    "finetuned",  // of no kind, beside yarn
+    "finetuned",  // of no kind, written together with yarn
     "high_freq_factor",
     "long_factor",
     "low_freq_factor",

@@ -1,5 +1,5 @@
-// The keys of a config.json that say of each layer what it sees of the positions before, and whether
-// it has rope.
+// The keys of a config.json that say for each layer which earlier positions it sees, and whether it
+// has rope.
 //
 // Private to the families' own readers. Next: ../spec_keys.h, ../spec_parts.h.
 #pragma once
@@ -15,17 +15,17 @@
 
 namespace tessera::models {
 
-/// Into spec.layer_types, which holds what an absent key means: layers are full or of `other`. Errors:
-/// kConfig.
+/// Reads layer_types into spec.layer_types, which holds the meaning of an absent key: layers are
+/// full or of `other`. Errors: kConfig.
 void read_layer_types(ConfigReader& keys, ModelSpec& spec, LayerType other = LayerType::kSliding);
 Json layer_types_json(const ModelSpec& spec);
 
 /// One window for all layers.
 void set_all_sliding(ModelSpec& spec);
 
-/// use_sliding_window and layer_types of a family whose windows may be switched off: where they are on
-/// and layer_types is absent, the layers that `slides` names have one. Without any the spec has
-/// neither types nor a window. Errors: kConfig.
+/// Reads use_sliding_window and layer_types of a family whose windows may be switched off: where
+/// they are on and layer_types is absent, the layers that `slides` names have one. Without any the
+/// spec has neither types nor a window. Errors: kConfig.
 void read_optional_windows(ConfigReader& keys, ModelSpec& spec,
                            const std::function<bool(std::int64_t layer)>& slides);
 /// layer_types, sliding_window and use_sliding_window of such a family.

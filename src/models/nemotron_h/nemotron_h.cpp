@@ -1,8 +1,8 @@
-// Nemotron-H and Nemotron 3: a layer is one part alone, behind one norm: Mamba-2, experts, attention
-// without rope, or an MLP; experts and MLPs have no gate and square what relu leaves; the router is
-// DeepSeek V3's. The layers that predict further tokens are left out.
+// Nemotron-H and Nemotron 3: a layer is one part alone, after one norm: Mamba-2, experts, attention
+// without rope, or an MLP; experts and MLPs have no gate and square the result of relu; the router
+// is DeepSeek V3's. The layers that predict further tokens are left out.
 //
-// Which part each layer has is said by hybrid_override_pattern, a letter each, in the hub's folders
+// The part of each layer is named by hybrid_override_pattern, a letter each, in the hub's folders
 // and by layers_block_type in those that transformers writes. Next: ../../nn/state/mamba.h.
 #include <algorithm>
 #include <cstdint>

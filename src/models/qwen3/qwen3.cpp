@@ -1,6 +1,6 @@
-// Dense Qwen3: q and k are normalized per head before rope; head_dim is its own key. The text model of
-// Qwen3-VL is the same where there is text alone: of its three positions, which images tell apart,
-// each is the token's then.
+// Dense Qwen3: q and k are normalized per head before rope; head_dim is its own key. The text model
+// of Qwen3-VL is the same for text alone: its three positions, which images make different, are
+// then all the token's.
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"

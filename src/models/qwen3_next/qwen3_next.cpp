@@ -1,6 +1,6 @@
-// Qwen3-Next: linear attention by the gated delta rule in most layers, full attention with an output
-// gate in every fourth; experts with one shared expert behind a gate of its own; norms that multiply
-// by 1 + weight. The extra prediction layer of published folders is left out.
+// Qwen3-Next: linear attention by the gated delta rule in most layers, full attention with an
+// output gate in every fourth; experts with one gated shared expert; norms that multiply by 1 +
+// weight. The extra prediction layer of published folders is left out.
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"

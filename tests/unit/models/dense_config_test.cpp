@@ -128,7 +128,7 @@ TEST(Gemma3Config, WhatIsNotSupportedIsRefusedByName) {
             kGemma3.spec({{"rope_scaling", nullptr}, {"rope_parameters", named}}));
   kGemma3.expect_refused({{"rope_parameters",
                            {{"full_attention", {{"rope_type", "default"}}}},
-                           "they differ in rope_type linear beside default"},
+                           "they differ in rope_type: linear, but default"},
                           {"layer_types", {"sliding_attention"}}});
 }
 

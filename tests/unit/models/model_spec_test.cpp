@@ -227,7 +227,7 @@ TEST(ModelSpec, UnknownArchitectureListsTheKnownOnes) {
     EXPECT_THAT(refusal(text), Says("Qwen3ForCausalLM", "LlamaForCausalLM"));
   }
   EXPECT_THAT(refusal(R"({"architectures": ["LlamaForCausalLM"], "model_type": "qwen3"})"),
-              Says("model_type: found 'qwen3' beside architectures 'LlamaForCausalLM'"));
+              Says("model_type: found 'qwen3' with architectures 'LlamaForCausalLM'"));
 }
 
 TEST(ModelSpec, UnknownKeysAreRefusedOrWarnedOf) {

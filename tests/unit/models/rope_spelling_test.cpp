@@ -259,7 +259,7 @@ TEST_P(RopeSpellings, AnotherKindIsRefusedWithBoth) {
     if (scales_nothing(one.record) && scales_nothing(other.record)) continue;
     const std::string text = joined(with_positions(one), {new_keys(one), old_keys(other)}).dump();
     EXPECT_THAT(config_refusal(text),
-                Says("rope_scaling", concat(kind(other), " beside ", kind(one))))
+                Says("rope_scaling", concat(kind(other), ", but ", kind(one))))
         << text;
   }
 }
