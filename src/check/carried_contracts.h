@@ -1,9 +1,9 @@
-// The contracts that a run carries, compared with those of its policy and with what every contract has
-// to keep to.
+// The contracts that a run carries, compared with those of its policy and with what every contract
+// has to keep to.
 //
-// The second half is worked out here from placements and meshes alone: each axis on which a gradient is
-// partial is summed over once, and no other; one divide factor for all; nothing is accumulated narrower
-// than it travels. Pure. Next: ../grad/resolve.h, finding.h.
+// The second half is worked out here from placements and meshes alone: each axis on which a
+// gradient is partial is summed over once, and no other; one divide factor for all; nothing is
+// accumulated narrower than it travels. Pure. Next: ../grad/resolve.h, finding.h.
 #pragma once
 
 #include <string>
@@ -16,7 +16,8 @@
 
 namespace tessera::check {
 
-/// `carried`: of the parameters that a rank has; `resolved`: of the whole model, by policy and layers.
+/// `carried`: of the parameters that a rank has; `resolved`: of the whole model, by policy and
+/// layers.
 std::vector<Finding> wrong_contracts(const ModelContract& carried, const ModelContract& resolved,
                                      const MeshShapes& mesh);
 
@@ -26,8 +27,8 @@ struct SeenDtype {
   std::string what = {};   ///< "reduction", "gather"
   std::string dtype = {};  ///< "bfloat16"
 };
-/// Compares them with the contracts of the unit's parameters. `units`: by parameter, its unit ("" = the
-/// root), in the order of contract.parameters.
+/// Compares them with the contracts of the unit's parameters. `units`: by parameter, its unit ("" =
+/// the root), in the order of contract.parameters.
 std::vector<Finding> wrong_wires(const std::vector<SeenDtype>& seen, const ModelContract& contract,
                                  const std::vector<std::string>& units);
 

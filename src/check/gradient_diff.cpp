@@ -14,8 +14,8 @@
 namespace tessera::check {
 namespace {
 
-/// The largest error that rounding explains, over the norm: of float32 as kNoise says; of 16 bits what
-/// whole models have beside float32 (docs/config.md), with room for a model that is deeper.
+/// The largest error that rounding explains, over the norm: kNoise for float32; for 16 bits the
+/// errors of whole models compared with float32 (docs/config.md), with room for a deeper model.
 double most_of_rounding(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:

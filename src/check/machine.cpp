@@ -15,9 +15,9 @@
 namespace tessera::check {
 namespace {
 
-// NVIDIA's data sheets of the SXM boards: dense products on tensor cores in bfloat16 and products in
-// float32 outside of them; NVLink's 900 GB/s are both directions together. A port of 400 Gb/s for
-// each GPU is that of DGX H100 and H200. None says how long a message takes.
+// NVIDIA's data sheets of the SXM boards: dense products on tensor cores in bfloat16 and products
+// in float32 outside of them; NVLink's 900 GB/s are both directions together. A port of 400 Gb/s
+// for each GPU is that of DGX H100 and H200. None says how long a message takes.
 const std::array<Machine, 2>& shipped() {
   constexpr ProductFlops kHopper{.bfloat16 = 989e12, .float32 = 67e12};
   static const std::array<Machine, 2> machines{Machine{.name = "h100",

@@ -2,8 +2,9 @@
 // neighbours. Pure.
 //
 // It is one value for every forecast: how long a step takes, and whether it fits. Data sheets
-// (`h100`, `h200`) and measurements (`tessera measure`) fill it in; what neither knows has no value,
-// and no line in a file. Next: ../cli/planned_machine.h, which makes one of the options of a command.
+// (`h100`, `h200`) and measurements (`tessera measure`) fill it in; what neither knows has no
+// value, and no line in a file. Next: ../cli/planned_machine.h, which makes one of the options of a
+// command.
 #pragma once
 
 #include <array>
@@ -66,7 +67,7 @@ constexpr void fields(V& visit, Of<ProductFlops>) {
   visit("float32", &ProductFlops::float32, kFlops);
 }
 
-/// A number alone is bytes: nobody means so few.
+/// A number alone is bytes: no machine has so few.
 template <class V>
 constexpr void fields(V& visit, Of<Machine>) {
   constexpr Bytes kMemory{1e6, 1e15};

@@ -17,8 +17,8 @@ inline constexpr std::size_t kMostName = 100;
 inline constexpr std::size_t kMostSentence = 480;
 
 /// `text` for an element or a quoted attribute. What XML does not allow, control characters, broken
-/// UTF-8 and characters that turn the direction of writing are shown as \xNN; line ends as spaces. Cut
-/// with an ellipsis behind `most` bytes.
+/// UTF-8 and characters that turn the direction of writing are shown as \xNN; line ends as spaces.
+/// Cut with an ellipsis behind `most` bytes.
 std::string escaped(std::string_view text, std::size_t most = kMostName);
 
 /// "19,702,532,500".
@@ -47,7 +47,8 @@ std::string to_markup(const Table& table);
 enum class Printed { kYes, kNo };
 std::string folded(const std::vector<Table>& tables, Printed printed = Printed::kYes);
 
-/// A picture as wide as the page. `id` is one of the page's own, `title` what is read out in its place.
+/// A picture as wide as the page. `id` is one of the page's own, `title` what is read out in its
+/// place.
 std::string chart(std::string_view id, std::string_view title, int height,
                   std::string_view content);
 

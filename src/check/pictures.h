@@ -1,8 +1,8 @@
 // Bars of a report: what ranks hold, the bytes that they send by axis, a step's time by part.
 //
-// Each is a figure of SVG in percent of the page's width, so that its text keeps its size on a phone and
-// in print, and its colours are those of the page's style (page.cpp). Tables with the exact numbers
-// stand behind it. Pure. Next: step_memory.h, markup.h.
+// Each is a figure of SVG in percent of the page's width, so that its text keeps its size on a
+// phone and in print, and its colours are those of the page's style (page.cpp). Tables with the
+// exact numbers stand behind it. Pure. Next: step_memory.h, markup.h.
 #pragma once
 
 #include <cstddef>
@@ -17,11 +17,11 @@ namespace tessera::check {
 
 /// The part of Place.held that depends on the batch.
 inline constexpr std::string_view kActivations = "activations";
-/// Bytes that a rank holds whatever the batch is.
+/// Bytes that a rank holds for every batch.
 std::int64_t always_held(const Place& place);
 
-/// The places of the pipeline that a page shows: all, or, of more than eight, the first one, the last
-/// one and the one that needs most.
+/// The places of the pipeline that a page shows: all, or, of more than eight, the first one, the
+/// last one and the one that needs most.
 struct ShownPlaces {
   std::vector<const Place*> places = {};
   std::size_t of = 0;  ///< how many there are

@@ -1,8 +1,8 @@
 // The collectives and messages of the ranks of a run, compared pairwise.
 //
-// A dry step notes what one rank issues; ranks that differ in one place of the mesh stand for all. Two
-// ranks have to issue what they share in the same order, and what one sends another has to receive.
-// Pure. Next: ../train/dry/dry_step.h.
+// A dry step notes what one rank issues; ranks that differ in one place of the mesh stand for all.
+// Two ranks have to issue what they share in the same order, and what one sends another has to
+// receive. Pure. Next: ../train/dry/dry_step.h.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ struct NotedRank {
   std::vector<NotedMessage> messages = {};
 };
 
-/// One finding a pair of ranks and kind: the first collective at which they part, messages that nobody
-/// receives or that nobody sends.
+/// One finding a pair of ranks and kind: the first collective that differs, messages that no rank
+/// receives or that no rank sends.
 std::vector<Finding> wrong_order(std::span<const NotedRank> ranks);
 
 }  // namespace tessera::check

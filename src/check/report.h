@@ -1,5 +1,5 @@
-// Report: what `tessera check` says of a run, as a value: findings, what it takes and sends, how long a
-// step is.
+// Report: what `tessera check` says of a run, as a value: findings, what it takes and sends, how
+// long a step is.
 //
 // Pure. Text and page are made from it alone. Next: finding.h, ../train/check/check_run.h.
 #pragma once
@@ -25,7 +25,8 @@ struct SentBytes {
   std::int64_t bytes = 0;
 };
 
-/// One forward or backward of a unit in the second step, by what the rank holds beside its pool.
+/// One forward or backward of a unit in the second step: what the rank holds in addition to its
+/// pool.
 struct HeldInPass {
   std::string unit = {};
   bool is_forward = true;
@@ -38,7 +39,7 @@ struct HeldInPass {
 struct Place {
   int pp = 0;
   int rank = 0;
-  std::vector<NamedBytes> held = {};  ///< whatever the batch is, then "activations"
+  std::vector<NamedBytes> held = {};  ///< independent of the batch, then "activations"
   std::int64_t peak = 0;              ///< the most of a step, all counted
   std::vector<HeldInPass> passes = {};
   std::vector<SentBytes> sent = {};

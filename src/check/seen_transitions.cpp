@@ -89,7 +89,8 @@ Values expected_of(const SeenTransition& one, const Together& all) {
   return exchanged(one, all);
 }
 
-/// Whether ranks have to be given the same: I and R in forward, the gradients of I and P in backward.
+/// Whether ranks have to be given the same: I and R in forward, the gradients of I and P in
+/// backward.
 bool takes_the_same(const SeenTransition& one) {
   if (one.is_forward) return one.kind == "copy" || one.kind == "slice" || one.kind == "only_first";
   if (one.kind == "all_reduce" || one.kind == "all_gather") return one.is_invariant;
@@ -119,8 +120,7 @@ std::string what_is_due(const SeenTransition& one) {
   const bool sums = one.kind == "all_reduce" || one.kind == "reduce_scatter" ||
                     (!one.is_forward && (one.kind == "copy" || one.kind == "all_gather"));
   if (!one.is_forward && one.is_invariant && one.kind != "slice" && one.kind != "copy") {
-    return one.kind == "all_gather" ? "the rank's own part of the gradient"
-                                    : "the gradient as it is";
+    return one.kind == "all_gather" ? "the local part of the gradient" : "the gradient as it is";
   }
   if (sums) return concat("the sum over the ", one.ranks, " ranks of ", one.axis, ", once");
   if (one.kind == "all_gather" || (!one.is_forward && one.is_invariant)) {
@@ -130,7 +130,7 @@ std::string what_is_due(const SeenTransition& one) {
   if (one.kind == "only_first") return "the tensor on the first rank, zeros on the others";
   if (one.kind == "copy") return "the tensor as it is";
   const bool pads = (one.kind == "pad") == one.is_forward;
-  return pads ? "the rank's part among zeros" : "the rank's own part";
+  return pads ? "the rank's part among zeros" : "the local part";
 }
 
 std::optional<Finding> wrong_result(const SeenTransition& one, const Together& all) {

@@ -1,8 +1,8 @@
 // The transitions of all ranks of a small run, compared with what each one is for.
 //
 // Each transition of src/parallel is worked out a second time, from the inputs of all ranks and by
-// another code, in both directions; and what it takes as the same on every rank is compared. What it
-// is given it is not blamed for, so that a finding names the transition itself. Pure. Next:
+// another code, in both directions; and what it takes as the same on every rank is compared. What
+// it is given it is not blamed for, so that a finding names the transition itself. Pure. Next:
 // ../parallel/transitions.h for the table, values.h.
 #pragma once
 

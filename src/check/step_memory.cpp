@@ -23,7 +23,7 @@ namespace {
 constexpr std::size_t kMostColumns = 360;  // of a picture
 constexpr std::size_t kMostTitled = 160;   // columns in all pictures that say what they are
 constexpr std::size_t kMostPasses = 40;    // rows of a table
-constexpr double kTop = 1000.0;            // of a picture's own coordinates, which are stretched
+constexpr double kTop = 1000.0;            // of a picture's own coordinates, which are scaled
 
 /// The buffers of gathers and reductions: passes are counted without them.
 bool is_pool(std::string_view what) { return what == "unsharded peak" || what == "reductions"; }
@@ -51,9 +51,10 @@ bool is_inside(std::string_view unit, std::string_view outer) {
          (unit.starts_with(outer) && unit.substr(outer.size()).starts_with('.'));
 }
 
-/// [Note: passes in passes] Passes come in the order of their ends, so that a unit comes behind those
-/// inside it. Its own work is a column of its own, behind theirs in a forward (the head of a model is of its
-/// root) and before them in a backward. Its most is counted there, unless one inside it reached as much.
+/// [Note: passes in passes] Passes are ordered by their ends, so that a unit follows those inside
+/// it. Its own work is a column of its own, after theirs in a forward (the head of a model is of
+/// its root) and before them in a backward. Its most is counted there, unless one inside it reached
+/// as much.
 std::vector<Column> columns_of(const Place& place) {
   struct Ended {
     const HeldInPass* pass;

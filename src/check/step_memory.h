@@ -9,7 +9,8 @@
 
 namespace tessera::check {
 
-/// A figure a place with one scale for all, and a table of passes each; empty where no pass is known.
+/// A figure a place with one scale for all, and a table of passes each; empty where no pass is
+/// known.
 std::string step_memory(const Report& report);
 
 }  // namespace tessera::check

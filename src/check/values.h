@@ -1,4 +1,5 @@
-// Values: the numbers of a small tensor, and what of the whole tensor the parts of several ranks are.
+// Values: the numbers of a small tensor, and what of the whole tensor the parts of several ranks
+// are.
 //
 // Comparisons are relative to the size of what is compared: two tensors are equal where the norm of
 // their difference is below kNoise times that of the expected one, which sums in float32 stay far
@@ -25,8 +26,8 @@ struct Values {
 /// The most that float32 sums of as few addends as small runs have are apart.
 inline constexpr double kNoise = 2e-4;
 
-/// The norm of the difference over that of `expected`; 0 for two tensors of zeros, infinite where sizes
-/// differ or a number is not finite.
+/// The norm of the difference over that of `expected`; 0 for two tensors of zeros, infinite where
+/// sizes differ or a number is not finite.
 double error_of(const Values& found, const Values& expected);
 inline bool equal(const Values& found, const Values& expected) {
   return error_of(found, expected) < kNoise;
@@ -41,12 +42,12 @@ Values slice(const Values& whole, std::int64_t dim, std::int64_t begin, std::int
 /// Zeros of the same sizes.
 Values zeros_like(const Values& of);
 
-/// Returns how ranks hold `whole` by parts in rank order: the same on all (R), cut (S), or added up to
-/// it (P); none where none of these is true, or there is no part. What is zero everywhere is R.
+/// Returns how ranks hold `whole` by parts in rank order: the same on all (R), cut (S), or added up
+/// to it (P); none where none of these is true, or there is no part. What is zero everywhere is R.
 std::optional<Placement> placement_of(std::span<const Values> parts, const Values& whole);
 
-/// Returns "2 times the expected values", "zeros", or "values that differ by 13 % of their norm" where
-/// no factor explains it.
+/// Returns "2 times the expected values", "zeros", or "values that differ by 13 % of their norm"
+/// where no factor explains it.
 std::string difference_text(const Values& found, const Values& expected);
 /// The factor between them, where there is one.
 std::optional<double> factor_of(const Values& found, const Values& expected);

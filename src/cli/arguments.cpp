@@ -273,7 +273,7 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
 void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
       "plan",
-      "What a step of a run gathers, keeps, gives back and reduces when, and why: no weight is "
+      "What a step of a run gathers, keeps, reshards and reduces when, and why: no weight is "
       "read, nothing is run.");
   verb->add_option("CONFIG.toml", plan.config_file, "The TOML file; [compile] says what is chosen.")
       ->required();
@@ -303,7 +303,7 @@ void add_check(::CLI::App& app, CheckArguments& check, const std::string& keys) 
       app.add_subcommand("check",
                          "Whether a run's gradients are right on its layout, in which order ranks "
                          "issue what, whether a "
-                         "step fits and how long it takes: no weight is read, nobody is started.");
+                         "step fits and how long it takes: no weight is read, no rank is started.");
   verb->add_option("CONFIG.toml", check.config_file, "The TOML file.")->required();
   verb->add_option("--world", check.world, kWorld)->transform(whole_number(1 << 20));
   verb->add_flag("--json", check.json, "As JSON.");
@@ -434,7 +434,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   return key && takes(verb, *train::find_key(*key)) ? concat("; the nearest is --", *key) : "";
 }
 
-/// What the parser found wrong with `words`, by its own name and with what to do.
+/// The refusal of `words`: what the parser found wrong, by its own name, and what to do.
 std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::string>& words,
                        const ::CLI::App& app) {
   const auto given = app.get_subcommands();
@@ -443,7 +443,7 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   const std::string see = concat("; see tessera ", verb.get_name(), " --help");
   const bool lacks = dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr;
   // First: what is missing may be there, misspelt; and the value of an unknown option is taken for
-  // a file, beside which others are excluded.
+  // a file, with which others are excluded.
   if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr ||
       dynamic_cast<const ::CLI::ExcludesError*>(&error) != nullptr ||
       dynamic_cast<const ::CLI::RequiresError*>(&error) != nullptr) {
@@ -467,7 +467,7 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   return one_line(error.what()) + see;
 }
 
-/// Refuses other files, and beside files what is of a run.
+/// Refuses other files, and options of a run together with files.
 void check_diff(const GradientsArguments& gradients, const Overrides& overrides) {
   std::size_t files = 0;
   for (const std::string& path : gradients.diff) {
@@ -483,7 +483,7 @@ void check_diff(const GradientsArguments& gradients, const Overrides& overrides)
   if (files == 0) return;
   const auto refuse = [](bool found, std::string_view option) {
     TESSERA_CHECK(!found, ErrorKind::kUsage, option,
-                  ": found beside two files of gradients, expected none: what they hold was ",
+                  ": found with two files of gradients, expected none: what they hold was ",
                   "computed before");
   };
   refuse(!gradients.model.empty(), "--model");
@@ -505,7 +505,7 @@ void check_gradients(const GradientsArguments& gradients, const Overrides& overr
   const bool reports = gradients.precision_what_if || !gradients.diff.empty();
   require(!gradients.out.empty() || reports, "--out");
   TESSERA_CHECK(reports || !gradients.json, ErrorKind::kUsage,
-                "--json: found it beside --out alone, expected --precision-what-if or --diff");
+                "--json: found it with --out alone, expected --precision-what-if or --diff");
 }
 
 Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {

@@ -96,7 +96,7 @@ struct ScheduleArguments {
   std::optional<int> ranks;
   std::optional<int> micro_batches;
   std::optional<int> stages_per_rank;
-  std::vector<double> costs;  ///< F, I, W, or these and F beside B; empty = 1, 1, 1
+  std::vector<double> costs;  ///< F, I, W, or these and F with B; empty = 1, 1, 1
   std::optional<std::string> costs_from;
   std::vector<int> exchanges;           ///< of a layer in F and in B; empty = none
   int layers = 1;                       ///< of a stage, which have the exchanges

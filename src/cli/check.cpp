@@ -1,5 +1,5 @@
-// Whether a configuration's gradients are right, in which order its ranks issue what, whether a step
-// fits and how long it takes: before a run starts. No weight is read, nobody is started.
+// Whether a configuration's gradients are right, in which order its ranks issue what, whether a
+// step fits and how long it takes: before a run starts. No weight is read, no rank is started.
 #include "check/page.h"
 #include "check/report.h"
 #include "cli/arguments.h"

@@ -29,7 +29,7 @@ std::vector<Contract> folded_all(const std::vector<Contract>& all) {
   return shown;
 }
 
-/// What the elements of the line above are in bytes.
+/// Bytes of the elements of the line above.
 std::string bytes_line(const layout::BucketPlan& bucket) {
   const auto moved = [&](const char* verb, std::int64_t bytes) {
     return concat(", ", verb, " ", size_text(bytes), " (sends ",

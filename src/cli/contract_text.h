@@ -1,4 +1,4 @@
-// What a run would agree on, as a person reads it: layers that are alike on one line, sizes in GiB.
+// Prints what a run would agree on for a person: layers that are alike on one line, sizes in GiB.
 //
 // Values stay what they are: hashes and --json are of the whole contract and plan. Pure. Next:
 // inspect.cpp.

@@ -37,7 +37,7 @@ train::ModelConfig model_of(const ConvertArguments& arguments) {
   train::Config config;
   for (const auto& [key, value] : arguments.overrides) {
     TESSERA_CHECK(key == "model.allow_unknown_config_keys", ErrorKind::kUsage, "--", key,
-                  ": found beside convert, expected only --model.allow_unknown_config_keys there");
+                  ": found with convert, expected only --model.allow_unknown_config_keys there");
   }
   apply(arguments.overrides, config);
   config.model.path = train::newest_checkpoint(arguments.source, "CHECKPOINT");

@@ -30,7 +30,7 @@ train::Config config_of(const GenerateArguments& arguments) {
     TESSERA_CHECK(key.starts_with("precision.") || key == "model.allow_unknown_config_keys" ||
                       key == "device",
                   ErrorKind::kUsage, "--", key,
-                  ": found beside generate, expected only --device, --precision.KEY and "
+                  ": found with generate, expected only --device, --precision.KEY and "
                   "--model.allow_unknown_config_keys there");
   }
   apply(arguments.overrides, config);
@@ -110,7 +110,7 @@ train::GenerateOptions generate_options(const GenerateArguments& arguments,
   options.sampling = {arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed};
   options.end_tokens = end_tokens(source);
   if (source.spec.tessera_tokenizer == "bytes") {
-    // What lies above stands for nothing and was never trained.
+    // Ids above stand for nothing and were never trained.
     options.ids_below = std::min(TextCorpus::kVocabSize, source.spec.vocab_size);
   }
   return options;

@@ -29,7 +29,7 @@ void refuse_searched_keys(const Overrides& overrides) {
   for (const auto& [key, value] : overrides) {
     TESSERA_CHECK(std::ranges::find(kSearched, key) == kSearched.end(), ErrorKind::kUsage, "--",
                   key,
-                  ": found a value beside --precision-what-if, which sets the key itself; "
+                  ": found a value with --precision-what-if, which sets the key itself; "
                   "leave one of them out");
   }
 }

@@ -49,7 +49,7 @@ struct ListedTensor {
   Json pieces;  ///< of a checkpoint's tensor, as in its manifest
 };
 
-/// What both outputs show.
+/// The values that both outputs show.
 struct Listing {
   std::vector<ListedTensor> tensors;
   std::int64_t elements = 0;
@@ -183,7 +183,7 @@ std::int64_t kept_bytes(const layout::ModelPlan& plan) {
   return bytes;
 }
 
-/// Of a run without a pipeline, or with one: a plan for each place on its axis.
+/// The plan of a run: one without a pipeline, or one for each place on the pipeline's axis.
 struct Planned {
   MeshShapes mesh;
   train::ExpertLoads loads = {};
@@ -359,7 +359,7 @@ void print_text(const Planned& planned, Layers layers) {
   if (planned.step) std::cout << time_line(planned.rates_from, *planned.step);
 }
 
-/// Of each place on axis pp, its units included.
+/// The plan of each place on axis pp, with its units.
 Json pipeline_json(const Planned::Pipelined& pipelined) {
   Json stages = Json::array();
   for (int stage = 0; stage < pipelined.plan.split.stages(); ++stage) {
@@ -429,8 +429,9 @@ void print_contract_json(const Planned& planned) {
   std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
 }
 
-/// What a run of a configuration would agree on before its first collective, and what it would take
-/// of a rank's memory, for any number of ranks. No weight is read, nothing is allocated, nobody is asked.
+/// Prints what a run of a configuration would agree on before its first collective, and what it
+/// would take of a rank's memory, for any number of ranks. No weight is read, nothing is allocated,
+/// no rank is started.
 void inspect_contract(const InspectArguments& arguments) {
   if (arguments.lock) try_output("--lock", *arguments.lock, arguments.contract_file);
   const Planned planned = plan_run(arguments);
@@ -450,7 +451,7 @@ int run_inspect(const InspectArguments& arguments) {
   }
   TESSERA_CHECK(arguments.overrides.empty(), ErrorKind::kUsage, "--",
                 arguments.overrides.empty() ? "" : arguments.overrides.front().first,
-                ": found beside a folder, expected it beside --contract only");
+                ": found with a folder, expected it with --contract only");
   const std::string folder = train::newest_checkpoint(arguments.folder, "DIR");
   const Listing listing = train::open_as("DIR", [&] { return listing_at(folder); });
   arguments.json ? print_listing_json(listing) : print_table(listing);

@@ -158,7 +158,7 @@ std::string not_a_seed(const std::string& text) {
   return verb.add_option(
       "--machine", machine.machine,
       concat("What a rank has of its machine: a file as tessera measure writes, or ", shipped,
-             " as published. The options beside it override its lines."));
+             " as published. Other options override its lines."));
 }
 
 ::CLI::Option* add_flops(::CLI::App& verb, PlannedMachine& machine, const std::string& what) {
@@ -176,7 +176,7 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
                   "So many ranks share the memory of a host; default all of them.")
       ->transform(whole_number(kMostRanks));
   add_flops(verb, machine,
-            "Operations a second of a rank, as 4e14: with --bandwidth, or beside --machine, how "
+            "Operations a second of a rank, as 4e14: with --bandwidth, or with --machine, how "
             "long a step would take.");
   verb.add_option("--bandwidth", machine.bandwidth,
                   "Bytes that a rank sends in a second, within its host and beyond, as 50GB/s.")
@@ -184,9 +184,10 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
 }
 
 ::CLI::Option* add_costs(::CLI::App& verb, std::vector<double>& costs) {
-  return add_numbers(verb, "--costs", costs, {3, 4, not_a_cost},
-                     "F,I,W[,FB]: what a slot of each costs, FB one with a B beside its F; default "
-                     "1,1,1, a B I + W, FB F + I + W or, with --exchanges, what turns take.");
+  return add_numbers(
+      verb, "--costs", costs, {3, 4, not_a_cost},
+      "F,I,W[,FB]: what a slot of each costs, FB one that runs a B with its F; default "
+      "1,1,1, a B I + W, FB F + I + W or, with --exchanges, what turns take.");
 }
 
 void add_exchanges(::CLI::App& verb, ScheduleArguments& schedule) {
@@ -214,7 +215,7 @@ void check_rates(const std::string& verb, const PlannedMachine& machine) {
   throw Error(ErrorKind::kUsage,
               concat(verb, ": found ", has_flops ? "--flops" : "--bandwidth", " without ",
                      has_flops ? "--bandwidth" : "--flops",
-                     ", expected both, or --machine beside it; see tessera ", verb, " --help"));
+                     ", expected both, or --machine with it; see tessera ", verb, " --help"));
 }
 
 }  // namespace tessera::cli

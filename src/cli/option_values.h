@@ -1,6 +1,6 @@
 // Checks of the values of options: each returns "" for one that is right, else what was found and
-// what is expected. Then the options of several verbs, what a rank has of its machine, and those that
-// are several numbers. Pure.
+// what is expected. Then the options of several verbs, what a rank has of its machine, and those
+// that are several numbers. Pure.
 #pragma once
 
 #include <CLI/App.hpp>
@@ -26,7 +26,7 @@ std::string not_a_rate(const std::string& text);
 std::string not_a_temperature(const std::string& text);
 /// Above 0, at most 1.
 std::string not_a_share(const std::string& text);
-/// The parser itself takes the largest number for whatever is larger.
+/// The parser itself reads any larger number as the largest one.
 std::string not_a_seed(const std::string& text);
 
 /// The most ranks that are started, or share a host.

@@ -111,7 +111,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   return step;
 }
 
-/// What a gradient is on its way: layers that are alike on one line.
+/// Prints the dtypes of a gradient on its way: layers that are alike on one line.
 void print_dtypes(const ModelContract& contract) {
   std::cout
       << "\ngradients: raw as its kernel gives it, in the compute dtype unless that is wider; "
@@ -137,7 +137,7 @@ void print_dtypes(const ModelContract& contract) {
   std::cout << std::right;
 }
 
-/// Of what activations take; as the profile's run counted them.
+/// Prints what activations take, as the run of the profile counted them.
 void print_blocks(const capture::PlanFile& file, const capture::PlanProblem& problem) {
   const auto bytes =
       capture::most_blocks(problem.profile, problem.record, file.plan.choices.recompute);
@@ -178,7 +178,7 @@ void print_memory(const Totals& totals, const PlannedStep& step,
   } else {
     std::cout << check::kWithoutActivations;
   }
-  std::cout << ", " << size_text(totals.fixed) << " whatever the plan is\n"
+  std::cout << ", " << size_text(totals.fixed) << " with any plan\n"
             << train::kernels_line(train::computes_on(step.config));
   const auto& budget = step.config.compile.memory_budget;
   if (budget) {
@@ -241,8 +241,8 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
                  const Totals& totals) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), beside " << totals.fixed
-            << " bytes (" << size_text(totals.fixed) << ") that are there whatever the plan is\n";
+            << " bytes (" << size_text(step.peak_bytes) << "), in addition to " << totals.fixed
+            << " bytes (" << size_text(totals.fixed) << ") that every plan needs\n";
   std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (totals.activations) {

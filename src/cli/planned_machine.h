@@ -16,17 +16,17 @@
 namespace tessera::cli {
 
 /// Without --machine only what the other options say has a value. --flops is of all dtypes,
-/// --bandwidth of messages within a host and beyond. Errors: kUsage and kIo for a file that cannot be
-/// opened, kConfig with the line for what is no description.
+/// --bandwidth of messages within a host and beyond. Errors: kUsage and kIo for a file that cannot
+/// be opened, kConfig with the line for what is no description.
 check::Machine machine_of(const PlannedMachine& options);
 
-/// The machines that are shipped are GPUs: where nothing else names a device, a run on one is planned
-/// for cuda.
+/// The machines that are shipped are GPUs: where nothing else names a device, a run on one is
+/// planned for cuda.
 void take_device(const PlannedMachine& options, train::Config& config);
 
 /// Whether a step of `config` on `ranks` has a time on this machine: where its operations a second
-/// are known. Errors: kUsage for --flops without training.seq_len; kConfig where the machine lacks a
-/// bandwidth that `ranks` need.
+/// are known. Errors: kUsage for --flops without training.seq_len; kConfig where the machine lacks
+/// a bandwidth that `ranks` need.
 bool gives_time(const check::Machine& machine, const PlannedMachine& options,
                 const train::Config& config, int ranks);
 

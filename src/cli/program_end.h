@@ -3,8 +3,8 @@
 // Exit codes: 0 done, 2 refused before the first step, 1 failed later, 3 a check that found
 // problems; and how far a run has come, which they depend on.
 //
-// What a verb prints on stdout, looked at: output that goes nowhere (a full disk, a closed
-// descriptor) is not told from output that arrives. Next: program_start.h.
+// Whether the output of a verb arrives is checked: a full disk and a closed descriptor are errors.
+// Next: program_start.h.
 //
 // SIGINT and SIGTERM while a rank trains: the first asks the run to end after its step, a second
 // one ends this process at once.
@@ -54,9 +54,9 @@ inline constexpr int kFailed = 1;
 inline constexpr int kRefused = 2;
 inline constexpr int kFoundProblems = 3;
 
-/// What an error means for the exit code. Before the first step everything that a user gave (usage,
-/// configuration, contract, files) is refused; a lost rank, a full disk or a bug is a failure
-/// always, and FoundProblems always kFoundProblems.
+/// The exit code of an error. Before the first step everything that a user gave (usage,
+/// configuration, contract, files) is refused; a lost rank, a full disk or a bug is always a
+/// failure, and FoundProblems is always kFoundProblems.
 int exit_code(const std::exception& error, Phase phase);
 
 /// Prints "tessera: <kind>: <message>" on stderr, in one line, and returns exit_code().
@@ -70,20 +70,20 @@ class OutputLost : public Error {
 
 /// Runs a verb whose output is its result, and returns its code. It ends as soon as a write to
 /// std::cout fails: with kDone, and silently, where the reader has gone (`| head -1`). Errors:
-/// OutputLost (kIo) where the output cannot be written for another reason; whatever `verb` throws.
+/// OutputLost (kIo) where the output cannot be written for another reason; those of `verb`.
 int run_for_output(const std::function<int()>& verb);
 
-/// Prints what a verb has found and returns `code`, also where the reader has gone. Errors: OutputLost
-/// as run_for_output.
+/// Prints what a verb has found and returns `code`, also where the reader has gone. Errors:
+/// OutputLost as run_for_output.
 int print_found(std::string_view text, int code);
 
 /// Tries, before the work, whether `file` that a verb was asked for by `option` can be written, and
-/// leaves nothing there. `input` is what the verb reads; "": nothing. Errors: kUsage where `file` is
-/// `input`, kIo where it cannot be written.
+/// leaves nothing there. `input` is what the verb reads; "": nothing. Errors: kUsage where `file`
+/// is `input`, kIo where it cannot be written.
 void try_output(std::string_view option, const std::string& file, const std::string& input = "");
 
-/// Writes a file that a verb was asked for by `option`, whole or not at all. Errors: OutputLost where
-/// it cannot be written, which is no refusal: what it says was right.
+/// Writes a file that a verb was asked for by `option`, whole or not at all. Errors: OutputLost
+/// where it cannot be written, which is no refusal: what it says was right.
 void write_output(std::string_view option, const std::string& file, std::string_view text);
 
 /// Writes out what std::cout holds, for a verb whose result is elsewhere. Errors: OutputLost (kIo)

@@ -1,4 +1,4 @@
-// From one command to ranks that run it: whoever launched us, or own spawn, or this process alone.
+// From one command to ranks that run it: under a launcher, by own spawn, or in this process alone.
 //
 // The parent of own spawn only waits and accesses nothing of libtorch; its children run the same
 // command line and come back here as ranks. Next: launch/launch_environment.h, launch/spawn.h.

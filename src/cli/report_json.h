@@ -9,7 +9,8 @@
 
 namespace tessera::cli {
 
-/// Returns JSON as it is printed, with the end of its last line. Values that are not known are null.
+/// Returns JSON as it is printed, with the end of its last line. Values that are not known are
+/// null.
 std::string json_text(const check::Report& report);
 std::string json_text(const check::GradientDiff& diff);
 

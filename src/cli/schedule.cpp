@@ -33,11 +33,12 @@ namespace tessera::cli {
 namespace {
 
 constexpr std::int64_t kMostCsvBytes = std::int64_t{64} << 20;
-/// Bounds the exchanges of a micro-batch over all stages: far above any model, simulated in seconds.
+/// Bounds the exchanges of a micro-batch over all stages: far above any model, simulated in
+/// seconds.
 constexpr std::int64_t kMostExchangesInAll = std::int64_t{1} << 18;
 constexpr std::int64_t kMostTraceBytes = std::int64_t{64} << 20;
 
-/// What was asked for, with messages: a file's own, else those that follow.
+/// The schedule that was asked for, with messages: those of its file, else those that follow.
 struct Asked {
   std::string name;
   pipeline::Program program;
@@ -99,8 +100,9 @@ double cost_of_operation(const ScheduleArguments& arguments, const ModelContract
   return 1e3 / machine.flops->of(train::most_computed(contract));
 }
 
-/// Works out the costs of a micro-batch on a rank: a forward as the configuration's stages have it, as many for the
-/// input gradients, with another forward where layers are recomputed, and for the weight gradients.
+/// Works out the costs of a micro-batch on a rank: a forward as the configuration's stages have it,
+/// as many for the input gradients, with another forward where layers are recomputed, and for the
+/// weight gradients.
 pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments& arguments,
                                 const pipeline::Schedule& schedule) {
   auto config = train::open_as("--costs-from", [&] { return train::load_config(path); });
@@ -119,7 +121,7 @@ pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments
                 "--costs-from: found no training.seq_len in ", shown(path),
                 ", expected it: nothing else says how much a micro-batch computes");
   TESSERA_CHECK(schedule.ranks() > 1, ErrorKind::kUsage,
-                "--costs-from: found a configuration beside a schedule of one rank, expected at "
+                "--costs-from: found a configuration with a schedule of one rank, expected at "
                 "least two, over which stages are divided");
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   const auto source = train::open_as(train::model_key(config.model),
@@ -136,10 +138,10 @@ pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments
 std::optional<pipeline::Exchanges> exchanges_of(const ScheduleArguments& arguments, int stages) {
   if (arguments.exchanges.empty()) return std::nullopt;
   TESSERA_CHECK(!arguments.costs_from || is_config(*arguments.costs_from), ErrorKind::kUsage,
-                "--exchanges: found beside costs that were measured, which have them, expected "
+                "--exchanges: found with measured costs, which include them, expected "
                 "--costs or --costs-from CONFIG.toml");
   TESSERA_CHECK(!arguments.costs_from || gives_ms(arguments), ErrorKind::kUsage,
-                "--exchange-cost: found beside costs in GFLOP, expected --machine or --flops, with "
+                "--exchange-cost: found with costs in GFLOP, expected --machine or --flops, with "
                 "which they are ms");
   const pipeline::Exchanges exchanges{arguments.exchanges.at(0), arguments.exchanges.at(1),
                                       arguments.layers, arguments.exchange_cost.value_or(0.0)};
@@ -155,7 +157,7 @@ pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Sch
   const auto exchanges = exchanges_of(arguments, schedule.stages());
   TESSERA_CHECK(!gives_ms(arguments) || is_config(arguments.costs_from.value_or("")),
                 ErrorKind::kUsage, arguments.machine.machine ? "--machine" : "--flops",
-                ": found beside costs that were measured, expected --costs-from CONFIG.toml");
+                ": found with measured costs, expected --costs-from CONFIG.toml");
   pipeline::Costs costs(static_cast<std::size_t>(schedule.stages()));
   if (arguments.costs_from && is_config(*arguments.costs_from)) {
     costs = costs_of_config(*arguments.costs_from, arguments, schedule);
@@ -173,7 +175,7 @@ pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Sch
       if (arguments.costs.size() > 3) stage.paired = arguments.costs.at(3);
     }
     if (exchanges) stage = with_exchanges(stage, *exchanges);
-    // Counted, not weighed: nobody said how large a micro-batch is.
+    // Counted in micro-batches: how large one is is not known here.
     stage.live_bytes = stage.deferred_bytes = 1.0;
   }
   return costs;
@@ -200,10 +202,10 @@ void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& 
               << joined(schedule.stages_of(static_cast<int>(rank))) << '\n';
   }
   std::cout << "\nlive: micro-batches of all stages of a rank from F to the end of W, at most; "
-               "deferred: W that are put off, at most;\nopen sends: not yet arrived, at most\n";
+               "deferred: W that wait, at most;\nopen sends: not yet arrived, at most\n";
 }
 
-/// The slot that takes longest of those with a B beside its F.
+/// The slot that takes longest of those that run a B with their F.
 std::optional<pipeline::Slot> longest_pair(const pipeline::Schedule& schedule,
                                            const pipeline::Costs& costs) {
   std::optional<pipeline::Slot> longest;

@@ -42,9 +42,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// RUN: the folder of a run, the same on every rank, and nobody else's while it runs. A run that is
-// refused leaves nothing that it has made: whatever it makes before its first step is noted, and
-// none of it is ever removed with what others put there (MadePaths).
+// RUN: the folder of a run, the same on every rank, and of no other run while this one runs. A run
+// that is refused leaves nothing that it has made: all that it makes before its first step is
+// noted, and removed without anything that others put there (MadePaths).
 
 struct RunFolder {
   train::Config config;  ///< its folders absolute (train::resolved_for_run)
@@ -111,7 +111,7 @@ std::optional<fs::path> note_for_restarts() {
   return fs::path("outputs") / ".restarts" / std::to_string(job.digest());
 }
 
-/// The folder of the attempts before this one: a restart goes on where they were.
+/// The folder of the attempts before this one: a restart resumes there.
 std::optional<fs::path> folder_of_earlier_attempt(const fs::path& note) {
   if (base::environment_variable("TORCHELASTIC_RESTART_COUNT") == "0") return std::nullopt;
   std::string folder;
@@ -119,7 +119,7 @@ std::optional<fs::path> folder_of_earlier_attempt(const fs::path& note) {
   std::error_code ignored;
   if (!folder.empty() && fs::is_directory(folder, ignored)) return folder;
   log::warn(
-      "torchrun started this job again, and which folder it had is not known: it begins anew "
+      "torchrun started this job again, and which folder it had is not known: it starts again "
       "in another; set job.dump_folder");
   return std::nullopt;
 }
@@ -135,8 +135,8 @@ fs::path choose_folder(const std::string& name, MadePaths& made) {
   return folder;
 }
 
-/// Another run that is refused may take an empty folder back just as this one wants to lock it: then
-/// it is made anew, once.
+/// Another run that is refused may take an empty folder back just as this one wants to lock it:
+/// then it is made again, once.
 FolderLock lock_folder(const fs::path& path, std::string_view key, MadePaths& made) {
   const auto take = [&] {
     std::error_code unknown;
@@ -179,8 +179,8 @@ void lock_folders(const train::Config& run, MadePaths& made, std::vector<FolderL
   }
 }
 
-/// What a rank puts there before the first step. Event files are not among them: no name of theirs
-/// is known before.
+/// Notes the files that a rank makes there before the first step. Event files are not among them:
+/// their names are not known before.
 void expect_files(const train::Config& run, int rank, MadePaths& made) {
   made.expect_file(log_file(run, rank));
   if (run.checkpoint.enable) {  // by which ranks find out whether they can write there
@@ -193,9 +193,9 @@ void expect_files(const train::Config& run, int rank, MadePaths& made) {
 }
 
 /// Rank 0 chooses job.dump_folder where the config names none and makes it: outputs/<time>-<name>,
-/// never one that exists but where torchrun restarts a job, which goes on in its folder. `folder` is
-/// filled as things are made. Collective over the World. Errors: kIo when it cannot be made; kConfig
-/// where another run uses it.
+/// never one that exists but where torchrun restarts a job, which resumes in its folder. `folder`
+/// is filled as things are made. Collective over the World. Errors: kIo when it cannot be made;
+/// kConfig where another run uses it.
 void prepare_run_folder(const train::Config& config, const std::string& name, World& world,
                         RunFolder& folder) {
   std::string chosen;
@@ -258,7 +258,8 @@ int run_train(const TrainArguments& arguments) {
     const StopSignal stop;
     train::TrainingHooks hooks;
     hooks.on_first_step = [&](std::int64_t done) {
-      // What the run was trained with: a command that trains nothing does not change it.
+      // Keeps the configuration that the run was trained with: a command that trains nothing does
+      // not change it.
       if (world.rank() == 0 && done < *run.training.steps) {
         world.work_at("writing config.toml");
         write_run_config(run);

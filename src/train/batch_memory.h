@@ -12,7 +12,7 @@
 
 namespace tessera::train {
 
-/// What a rank has of a step.
+/// A rank's rows of a step.
 struct RowsOfRank {
   std::int64_t rows = 0;         ///< loaded when it begins
   std::int64_t micro_batch = 0;  ///< of them, computed together
@@ -27,7 +27,7 @@ double ram_bytes();
 /// Bytes of what holds a run.
 struct Room {
   double host = 0;  ///< the rows of a step
-  /// What is computed of a micro-batch.
+  /// The memory of the device that computes a micro-batch.
   double computes = 0;
   std::string computes_on = "this machine";  ///< "cuda:0"
 };
@@ -49,7 +49,7 @@ struct DeviceThatRanOut {
 /// kConfig, names the keys. `error` says how much was asked for.
 std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error,
                                const std::optional<DeviceThatRanOut>& device = std::nullopt);
-/// Of what is no batch's: weights, an update. `when`: "before the first step".
+/// The text for memory that no batch takes: weights, an update. `when`: "before the first step".
 std::string out_of_memory_text(std::string_view when, const std::exception& error,
                                const std::optional<DeviceThatRanOut>& device = std::nullopt);
 

@@ -38,13 +38,13 @@ void require_matches(const std::vector<std::string>& patterns,
   }
 }
 
-/// What a model is resolved for, and how what is frozen then is kept.
+/// The purpose that a model is resolved for, and how frozen parameters are kept then.
 struct Use {
   Purpose purpose;
   FrozenAs frozen_as;
 };
 
-/// What is known of one parameter: from the folder's header (check_tensors has seen that tensors
+/// Metadata of one parameter: from the folder's header (check_tensors has seen that tensors
 /// that one parameter stacks have one dtype), or from config.json alone.
 ParameterMeta meta_of(const models::ParameterSpec& parameter, const ModelSource& source,
                       std::optional<DType> bulk_dtype) {
@@ -129,7 +129,7 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
     BufferMeta meta;
     meta.name = buffer.name;
     meta.shape = buffer.shape;
-    // What balances experts is fp32, whatever the file has.
+    // The biases that balance experts are fp32 in every run.
     if (source.folder && !models::HasExpertBias::is_stored_name(buffer.name)) {
       meta.dtype = source.folder->find(buffer.name)->dtype;
       meta.checkpoint = meta.dtype;
@@ -162,7 +162,7 @@ ModelContract resolve(const ModelSource& source, const Config& config, const Par
       !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,
       "model.score_before_experts: found true for a model without experts, expected false");
   auto metas = metas_of(source, config.model, dims, use);
-  // The loss is already divided by the batch's kept labels.
+  // The loss is already divided by the batch's unmasked targets.
   const DataAxes data(mesh_shape(dims), 1.0);
   const auto biases = expert_biases_of(source, config.model.load_balance_coeff);
   auto buffers = buffer_metas_of(source, biases);

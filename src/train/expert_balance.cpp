@@ -56,8 +56,8 @@ models::RouterLoad pool(const std::vector<models::RouterLoad>& loads) {
 
 namespace {
 
-/// Whole numbers have one sum, in whatever order: that of the tensors' group, for which the host does
-/// not wait.
+/// Whole numbers have one sum in any order: the order of the tensors' group, for which the host
+/// does not wait.
 at::Tensor added_on_device(const ShardedBase& model, const at::Tensor& counts) {
   const at::Tensor sum = counts.to(at::kLong, /*non_blocking=*/false, /*copy=*/true);
   World& world = *model.mesh().world();
@@ -84,8 +84,8 @@ at::Tensor chosen_by_all(const ShardedBase& model, const at::Tensor& counts) {
 at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& chosen,
                             std::int64_t experts_per_token) {
   const auto experts = static_cast<double>(chosen.numel());
-  // Rows of the pooled layers: every token of every layer chose as many experts. A micro-batch without
-  // a token on any rank has no loss.
+  // Rows of the pooled layers: every token of every layer chose as many experts. A micro-batch
+  // without a token on any rank has no loss.
   const at::Tensor rows = chosen.sum() / static_cast<double>(experts_per_token);
   const at::Tensor factor =
       at::full_like(rows, experts).div(rows * rows).masked_fill(rows <= 0, 0.0);

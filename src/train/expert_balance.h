@@ -1,10 +1,10 @@
-// What makes routers use all experts alike: the auxiliary loss (model.aux_loss_coef), or without
-// one the biases that balance their load (model.load_balance_coeff).
+// Makes routers use all experts alike: by the auxiliary loss (model.aux_loss_coef), or without one
+// by the biases that balance their load (model.load_balance_coeff).
 //
 // The loss is E * sum over experts of f * p: f is how many tokens chose the expert, p the mean of
 // the routers' probabilities for it, both over all tokens and all layers with experts of a
 // micro-batch, of every data rank. f is a number: the gradient flows through p only. Biases: a run
-// that asks for them has the buffers of models/expert_bias.h; so has whatever reads one of its
+// that asks for them has the buffers of models/expert_bias.h; so has every reader of its
 // checkpoints. Next: moe/routing.h, step.h.
 #pragma once
 
@@ -32,7 +32,7 @@ at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::Ro
                           std::int64_t experts_per_token);
 // Its parts, for the stages of a pipeline, which have some of the layers each:
 
-/// Of all layers together; undefined where there are none.
+/// The load of all layers together; undefined where there are none.
 models::RouterLoad pool(const std::vector<models::RouterLoad>& loads);
 /// How often each expert was chosen on all data ranks, [E] fp64, where `counts` [E] are, which are
 /// this rank's. Collective.
@@ -44,9 +44,9 @@ at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& c
 /// How often the experts of the layers that are here were chosen on this rank, over micro-batches.
 class ChosenExperts {
  public:
-  /// Of one micro-batch, a layer each.
+  /// Adds one micro-batch, one load a layer.
   void add(const std::vector<models::RouterLoad>& loads);
-  /// Of all layers one behind the other, fp64; undefined where there are none.
+  /// The counts of all layers, concatenated, fp64; undefined where there are none.
   at::Tensor all() const;
   /// Those, once they are on the host.
   std::vector<std::vector<double>> by_layer(const at::Tensor& read) const;

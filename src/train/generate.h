@@ -24,8 +24,8 @@
 namespace tessera::train {
 
 /// A model to generate from, its weights loaded; generate() takes its decoder_of, which lives as
-/// long. `source` has a folder. Collective. Errors: as parallelize; kConfig for a family that writes
-/// no text yet.
+/// long. `source` has a folder. Collective. Errors: as parallelize; kConfig for a family that
+/// writes no text yet.
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize_to_generate(const ModelSource& source,
                                                                         const Config& config,
                                                                         World& world);

@@ -44,7 +44,7 @@ std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-/// Logits go to rank 0 row by row, so that nobody holds more than one row of every rank.
+/// Logits go to rank 0 row by row, so that no rank holds more than one row of every rank.
 class LogitsWriter {
  public:
   LogitsWriter(comm::Group& control, SafetensorsWriter* writer, std::int64_t rows)
@@ -131,8 +131,8 @@ void write_gradients(const ShardedBase& model, const std::vector<GradContract>& 
   });
 }
 
-/// [compile] of the passes, behind which nothing is updated: there is no optimizer state. Collective.
-/// Errors: as planned_options() and compile().
+/// [compile] of the passes, behind which nothing is updated: there is no optimizer state.
+/// Collective. Errors: as planned_options() and compile().
 void compile_passes(const GradientsRequest& request, const ModelSource& source,
                     const ParallelDims& dims, const ModelContract& contract,
                     const BatchSource& batch, const ShardedBase& model, World& world) {
@@ -314,7 +314,7 @@ class StageGradients {
   StageGradients(const ShardedBase& model, int first_rank)
       : model_(model), world_(*model.mesh().world()), first_rank_(first_rank) {
     if (first_rank_ != 0 && (world_.rank() == 0 || world_.rank() == first_rank_)) {
-      // Control: one thread, and nobody else is connected.
+      // Control: one thread, and no other rank is connected.
       pair_ = world_.group({0, first_rank_}, "gradients control");
     }
   }

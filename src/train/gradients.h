@@ -27,7 +27,8 @@ namespace tessera::train {
 inline constexpr std::string_view kComputedIn = "computed_in";
 /// Before the names of parameters in it.
 inline constexpr std::string_view kGradientPrefix = "grad/";
-/// The dtype with the largest epsilon in which a trained parameter is computed with or summed over ranks.
+/// The dtype with the largest epsilon in which a trained parameter is computed with or summed over
+/// ranks.
 DType coarsest_dtype(const ModelContract& contract);
 
 struct GradientsRequest {
@@ -54,15 +55,15 @@ std::vector<RowRange> pieces_of_batch(const Config& config, std::int64_t rows,
 /// As ShardedBase::visit_full_gradients of the whole model, stage after stage: on rank 0 of the
 /// world for every trained parameter once, of what several stages have for the first of them; on
 /// other ranks for those of their own stages. Rank 0 holds one parameter of other stages at a time;
-/// the first rank of each sends it, all ranks go on together, a small message a parameter, so that
-/// no wait is longer than one of them takes. Collective over the world. Errors: those of `visit`,
-/// and of visit_full_gradients.
+/// the first rank of each sends it, all ranks continue together, one small message a parameter, so
+/// that no wait is longer than one of them takes. Collective over the world. Errors: those of
+/// `visit`, and of visit_full_gradients.
 void visit_full_gradients_of_run(
     const ShardedBase& model,
     const std::function<void(const std::string&, const at::Tensor&)>& visit);
 
-/// stages_hash (plan_of_run.h) of the bucket plans of all stages, the same on every rank. Collective
-/// among the ranks of axis pp.
+/// stages_hash (plan_of_run.h) of the bucket plans of all stages, the same on every rank.
+/// Collective among the ranks of axis pp.
 std::uint64_t plan_hash_of_run(const ShardedBase& model);
 
 }  // namespace tessera::train

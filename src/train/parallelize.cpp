@@ -124,7 +124,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
   unit.buffer_contracts = buffers;
   unit.unit_contracts = units;
   unit.reshard_after_forward = config.parallelism.reshard_after_forward;
-  unit.divide_factor = 1.0;  // the loss is already divided by the batch's kept labels
+  unit.divide_factor = 1.0;  // the loss is already divided by the batch's unmasked targets
   const auto named = [&](const std::string& name) {
     auto options = unit;
     options.name = name;

@@ -25,8 +25,8 @@ enum class InitialWeights : std::uint8_t {
   kNone,      ///< of a dry run, which has no values
 };
 
-/// What is there before ranks share it: a model of this rank's sizes without data, and what the
-/// whole of it is.
+/// The parts that are there before ranks share a model: one of this rank's sizes without data, and
+/// the description of the whole.
 struct ModelParts {
   ModelContract contract;
   std::shared_ptr<models::LanguageModel> model;
@@ -39,8 +39,8 @@ ModelParts model_parts(const ModelSource& source, const Config& config, const Me
 
 /// Collective. The units: models::LanguageModel::units; what is left belongs to the root. Weights
 /// are loaded from the folder, whose files are verified before, each on one rank, or drawn;
-/// buffers, and the frozen model beside adapters, are loaded in any case. Errors, on all ranks
-/// alike: kFormat naming the file; kConfig for another model than the adapters were trained beside.
+/// buffers, and the frozen model of adapters, are loaded in any case. Errors, on all ranks
+/// alike: kFormat naming the file; kConfig for another model than the adapters were trained with.
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize(
     const ModelSource& source, const Config& config, const Mesh& mesh,
     InitialWeights weights = InitialWeights::kOfSource);

@@ -12,7 +12,7 @@
 namespace tessera::train {
 namespace {
 
-/// Of parameters or buffers: whether any is matched.
+/// Sets the pins of parameters or buffers; whether any is matched.
 template <class Meta>
 bool pin(const std::string& pattern, std::optional<std::string> Meta::* member,
          std::vector<Meta>& metas) {

@@ -1,5 +1,5 @@
-// What of a run's contract follows from its model's description alone: what the family keeps in
-// fp32, the units, and the bucket plan for any number of ranks.
+// The part of a run's contract that follows from its model's description alone: what the family
+// keeps in fp32, the units, and the bucket plan for any number of ranks.
 //
 // Pure: nothing is allocated and no rank is asked. parallelize.cpp makes the same units out of
 // modules; that both plans are equal is tested for every layout, and their hashes can be compared
@@ -17,8 +17,9 @@
 
 namespace tessera::train {
 
-/// Sets strict_pin and pin16 of the parameters and buffers that the family's patterns match. Errors: kContract
-/// for a pattern that matches none: the family's table does not fit its own models.
+/// Sets strict_pin and pin16 of the parameters and buffers that the family's patterns match.
+/// Errors: kContract for a pattern that matches none: the family's table does not fit its own
+/// models.
 void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters,
                 std::vector<BufferMeta>& buffers);
 
@@ -41,7 +42,8 @@ layout::ModelPlan plan_model(const models::ModelDescription& model,
                              const std::vector<GradContract>& contracts, const MeshShapes& mesh,
                              BucketsOn where = BucketsOn::kHost);
 
-/// Of the plans of all ranks of a pipeline, by their place on its axis; of one alone its own.
+/// A hash of the plans of all ranks of a pipeline, by their place on its axis; of one alone its
+/// own.
 std::uint64_t stages_hash(const std::vector<std::uint64_t>& plans);
 
 }  // namespace tessera::train

@@ -70,11 +70,11 @@ std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run) {
       if (!is_shard) unit.bytes += layout::gathered_bytes(bucket);
       unit.reduces = unit.reduces || bucket.key.trainable;
     }
-    const bool lends = std::ranges::any_of(run.description.parameters, [&](const auto& parameter) {
+    const bool owns = std::ranges::any_of(run.description.parameters, [&](const auto& parameter) {
       return !units.empty() && parameter.unit == planned.plan.name && parameter.tied_to.empty() &&
              names.front().contains(parameter.name);
     });
-    if (lends) unit.owners = {0};
+    if (owns) unit.owners = {0};
     if (layers[units.size()]) {
       unit.recompute_by = run.config.activation_checkpoint.mode ? fsdp::RecomputeBy::kUser
                                                                 : fsdp::RecomputeBy::kPlan;
@@ -200,7 +200,7 @@ CompileOptions compile_options(const RunOfPlan& run, const PlanMemory& memory,
   TESSERA_CHECK(bytes >= least, ErrorKind::kConfig, "compile.memory_budget: found ", bytes,
                 " bytes a rank", found.empty() ? "" : concat(" (", found, ")"),
                 ", expected at least ", exact_size_text(least), ", of which ",
-                exact_size_text(fixed), " are there whatever the plan is, ",
+                exact_size_text(fixed), " are there with any plan,  ",
                 exact_size_text(memory.state),
                 " of them optimizer state (tessera inspect --contract has the table), and the "
                 "others the least that is gathered in form ",

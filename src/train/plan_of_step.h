@@ -1,7 +1,7 @@
 // The plan of a run's steps before it starts: what a step scope would record, and what there is to
 // choose, out of the model's description, for any number of ranks.
 //
-// Pure: nobody is started and nothing is allocated. The trainer's scopes record the same
+// Pure: no rank is started and nothing is allocated. The trainer's scopes record the same
 // (fsdp/runtime/open_step.h), one forward of the root around its units in their order; where a run
 // turns out to record something else, its plan is refused by name. Next: capture/passes.h,
 // plan_of_run.h.
@@ -38,8 +38,8 @@ struct RunOfPlan {
 /// In the order of `plan`, which is the runtime's.
 std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run);
 /// Layers recompute inside their units, so that no unit is entered in a checkpoint. A backward
-/// comes to a unit where something trained lies in it or before it. What sees images is left out
-/// where data.path names no batches, which alone have some.
+/// comes to a unit where a parameter in it or before it is trained. The vision tower is left out
+/// where data.path names no batches: only these have images.
 fsdp::StepRecord step_record(const RunOfPlan& run);
 /// A rank's micro-batches of a step.
 std::int64_t micro_batches_of(const RunOfPlan& run);
@@ -48,10 +48,10 @@ fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& re
 /// `torch`: TORCH_VERSION.
 capture::MadeFor made_for(const RunOfPlan& run, std::string torch);
 
-/// What a rank holds in a step beside gathered parameters, in bytes (plan_memory.h).
+/// Memory of a rank in a step in addition to gathered parameters, in bytes (plan_memory.h).
 struct PlanMemory {
   std::int64_t state = 0;    ///< of the optimizer, were all of it in memory
-  std::int64_t others = 0;   ///< whatever the plan is
+  std::int64_t others = 0;   ///< with any plan
   std::int64_t passing = 0;  ///< of `others`: gradients of activations, an operation's memory
   /// Those of layers that are units by unit; none without training.seq_len.
   std::optional<ForwardActivations> activations = {};
@@ -59,10 +59,10 @@ struct PlanMemory {
 
 /// capture::planning_of, whose errors name compile.plan.
 capture::Planning planning_of(const CompileOptions& options);
-/// What the steps' plan is to begin with: before costs are measured.
+/// The plan that the steps begin with, before costs are measured.
 fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning);
 
-/// Of a machine on which `local_ranks` ranks share `memory` bytes.
+/// The memory of a machine on which `local_ranks` ranks share `memory` bytes.
 struct MachineMemory {
   double memory = 0.0;
   int local_ranks = 1;
@@ -76,13 +76,14 @@ struct AskedMemory {
 
 /// A rank's share of a budget.
 std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machine);
-/// A share of the machine's memory as the bytes that it is, for steps that count on another machine.
+/// A share of the machine's memory as the bytes that it is, for steps that count on another
+/// machine.
 Config with_budget_in_bytes(Config config, const MachineMemory& machine);
 /// Explains a share: "90% of the 15.6 GiB of this machine, shared by 8 ranks"; "" for a budget in
 /// bytes.
 std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine);
-/// [compile] as the library takes it, with the activations of `memory`; of compile.memory_budget what
-/// it leaves. Errors:
+/// [compile] as the library takes it, with the activations of `memory`; of compile.memory_budget
+/// what it leaves. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
 CompileOptions compile_options(const RunOfPlan& run, const PlanMemory& memory,
                                const MachineMemory& machine);

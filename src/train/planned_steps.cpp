@@ -29,9 +29,9 @@
 namespace tessera::train {
 namespace {
 
-// Of those before it the first one records, the second one fills pools and caches.
+// The first step records, the second one fills pools and caches.
 constexpr int kFirstMeasured = 3;
-// The middle one counts: steps wander, on a machine with other work by more than plans differ.
+// The median counts: timings are noisy, and on a busy machine they differ by more than plans do.
 constexpr std::size_t kMeasured = 3;
 // Regions that are still recorded then are by each step, as bodies of many shapes are.
 constexpr int kRecordedBefore = 20;
@@ -44,8 +44,8 @@ double bytes_of(at::Device device) {
   return static_cast<double>(*bytes);
 }
 
-/// The same text on all ranks that have the same memory. Over NCCL each has a device of its own, which
-/// launchers may show to all of them as cuda:0.
+/// The same text on all ranks that have the same memory. Over NCCL each has a device of its own,
+/// which launchers may show to all of them as cuda:0.
 std::string memory_of(const World& world) {
   const std::string kernel = comm::running_kernel();
   if (world.device().is_cpu()) return kernel;

@@ -2,9 +2,9 @@
 //
 // The first step records what the model enters, the second one follows a plan that is chosen by the
 // bytes of units and fills pools and caches, three more are traced: what units and messages took on
-// the slowest rank in the one of middle length is what passes choose by from then on. Steps in which
-// some rank records or compares regions are not counted, up to the twentieth. Nothing is run again to
-// be measured. Next: tessera/compile.h, capture/measured_profile.h.
+// the slowest rank in the one of middle length is what passes choose by from then on. Steps in
+// which some rank records or compares regions are not counted, up to the twentieth. Nothing is run
+// again to be measured. Next: tessera/compile.h, capture/measured_profile.h.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@
 
 namespace tessera::train {
 
-/// What one of the ranks has of its host's memory, or of its device's, the least of any. Collective.
+/// The least that any rank has of its host's memory, or of its device's. Collective.
 /// Errors: kConfig where a device does not say its size.
 MachineMemory least_memory(World& world);
 /// The memory of the machine on which `ranks` are to run, this one or as `asked` describes it, for
@@ -57,7 +57,7 @@ class PlannedSteps {
                std::filesystem::path folder);
   ~PlannedSteps();
 
-  /// Around each step with its update, on the rank's own thread. Collective where the step is a
+  /// Enclose each step with its update, on the rank's thread. Collective where the step is a
   /// measured one. Errors: kComm; kIo on rank 0, which writes; as compile().
   void begin_step();
   void end_step(std::int64_t step);

@@ -12,7 +12,7 @@ namespace tessera::train {
 struct Sampling {
   double temperature = 0.0;  ///< 0 = the most likely token, always
   std::int64_t top_k = 0;    ///< the most likely ones to choose from; 0 = all
-  /// Of those only the fewest whose shares, after temperature, add up to this or more; in (0, 1].
+  /// Keeps the fewest of those whose shares, after temperature, add up to this or more; in (0, 1].
   double top_p = 1.0;
   std::uint64_t seed = 42;
 };

@@ -48,8 +48,8 @@ std::vector<std::int64_t> counts_over(comm::Group* group, const std::vector<doub
   return comm::sum_of_ranks(*group, mine, "counts of a step");
 }
 
-/// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts. In a dry run
-/// each says what all say.
+/// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts. In a dry
+/// run each says what all say.
 double once(const ShardedBase& model, double value) {
   const Mesh& mesh = model.mesh();
   return mesh.coordinate(axis::kTensor) == 0 || mesh.world()->control().is_dry() ? value : 0.0;
@@ -132,7 +132,7 @@ at::Tensor stacked(const std::vector<at::Tensor>& numbers) {
   return numbers.empty() ? at::Tensor() : at::stack(numbers);
 }
 
-/// Of stacked numbers on the host, one after the other.
+/// The sum of stacked numbers on the host, one after the other.
 double sum_of(const at::Tensor& read, double share = 1.0) {
   double sum = 0.0;
   if (!read.defined()) return sum;
@@ -383,7 +383,7 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
                            const StepOptions& options) {
   const auto pending = launch_forward_backward(model, source, step, rows, options);
   TESSERA_CHECK(pending.kept() > 0, ErrorKind::kFormat, "batch of step ", step,
-                ": found no kept label (all are -100), expected at least one");
+                ": found no unmasked target (all are -100), expected at least one");
   return pending.added(model, comm::read_on_host(pending.numbers(), "loss of a step"));
 }
 

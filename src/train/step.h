@@ -27,7 +27,7 @@ namespace tessera::train {
 
 struct Config;
 
-/// What the rows of one of several sources add.
+/// The addends of the rows of one of several sources.
 struct SourceLoss {
   double sum = 0;
   std::int64_t kept = 0;
@@ -37,14 +37,14 @@ struct BatchLoss {
   double sum = 0;         ///< of the token losses of all data ranks
   std::int64_t kept = 0;  ///< labels that count, of all data ranks
   double auxiliary = 0;   ///< before its weight, the mean over micro-batches; 0 where it has none
-  /// Of a model with experts, a layer with them: how many tokens of all data ranks chose each.
+  /// How many tokens of all data ranks chose each expert, a vector a layer with experts.
   std::vector<std::vector<double>> chosen = {};
   std::vector<SourceLoss> of_sources = {};  ///< empty where the run has one
   double mean() const { return sum / static_cast<double>(kept); }
 };
 
-/// What micro-batches find, where they run: numbers that the host has not read. A pipeline has one a
-/// stage, which are added up one by one.
+/// The results of micro-batches, where they run: numbers that the host has not read. A pipeline has
+/// one a stage, which are added up one by one.
 struct Found {
   std::vector<at::Tensor> losses;     ///< [] a micro-batch: the sum over the tokens of its rows
   std::vector<at::Tensor> auxiliary;  ///< [] a micro-batch: this rank's addend
@@ -53,7 +53,7 @@ struct Found {
   std::vector<std::size_t> layers;    ///< which ones those are among all of the model
 };
 
-/// Of the rows of this rank whose losses were noted: which of the sources they come from.
+/// The sources of this rank's rows whose losses were noted.
 struct RowsOfSources {
   std::size_t sources = 0;  ///< 0 where the run has one
   std::vector<std::size_t> source = {};
@@ -64,7 +64,7 @@ struct RowsOfSources {
 /// A step's numbers before they are read.
 class PendingLoss {
  public:
-  /// Of a step without a kept label, of which nothing was run.
+  /// The loss of a step without an unmasked target, of which nothing was run.
   PendingLoss() = default;
   /// `routed`: of the whole model; `scores`: what its experts noted on the way.
   PendingLoss(const BatchLoss& counted, std::vector<Found> found,
@@ -74,10 +74,10 @@ class PendingLoss {
   /// Labels of the step that count, of all data ranks: where there are none nothing was run.
   std::int64_t kept() const { return counted_.kept; }
 
-  /// For one read with whatever else a step reads (comm::read_on_host). Some may be undefined.
+  /// For one read with all else that a step reads (comm::read_on_host). Some may be undefined.
   const std::vector<at::Tensor>& numbers() const { return numbers_; }
-  /// With those of all ranks; `read`: the numbers on the host. Collective. Errors: kNumeric naming a
-  /// layer whose router's scores are not finite on this rank.
+  /// With those of all ranks; `read`: the numbers on the host. Collective. Errors: kNumeric naming
+  /// a layer whose router's scores are not finite on this rank.
   BatchLoss added(const ShardedBase& model, std::span<const at::Tensor> read) const;
 
  private:
@@ -85,18 +85,18 @@ class PendingLoss {
   std::vector<Found> found_;
   moe::NotedScores scores_;
   RowsOfSources rows_;
-  // Of each Found: losses, auxiliary, chosen; then of scores_ and rows_.
+  // For each Found: losses, auxiliary, chosen; then the numbers of scores_ and rows_.
   std::vector<at::Tensor> numbers_;
 };
 
-/// What ranks add up besides gradients.
+/// The sums over ranks besides gradients.
 enum class RankSum : std::uint8_t {
   kLabels,      ///< labels that count
   kRouterLoad,  ///< of the auxiliary loss: how often each expert was chosen, all layers pooled
   kStep,        ///< BatchLoss: the losses, then each layer's counts
   kSources,     ///< of each source its loss and its labels; of all stages, as kStep
 };
-/// What every rank's values come to, by rank: each added up in rank order.
+/// The sum of every rank's values, by rank: each added up in rank order.
 std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
 /// The same sum of every data rank's values; what ranks of tp share one of them adds. The losses
 /// are added in rank order, counts on the way: what a rank sends of them grows with log2 of the
@@ -124,19 +124,20 @@ struct StepOptions {
 /// As the config says, at the scaler's present scale; null where the loss is not scaled.
 StepOptions step_options(const Config& config, const GradScaler* scaler);
 
-/// Runs all micro-batches; gradients of mean loss stand on the shards afterwards, with those of the
+/// Runs all micro-batches; the shards have gradients of the mean loss afterwards, with those of the
 /// auxiliary loss. Collective: every rank passes as many row ranges (empty ones for nothing).
-/// Errors: kFormat when no label of the batch is kept; kConfig naming the key when memory runs out.
+/// Errors: kFormat when the batch has no unmasked target; kConfig naming the key when memory runs
+/// out.
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options);
-/// The same without a look at the numbers: on a device all of it may still be under way. A batch
-/// without a kept label is no error here: nothing of it is run, on any rank.
+/// The same without a look at the numbers: on a device the step may still run. A batch without an
+/// unmasked target is no error here: nothing of it is run, on any rank.
 PendingLoss launch_forward_backward(Sharded<models::LanguageModel>& model,
                                     const BatchSource& source, std::int64_t step,
                                     const std::vector<RowRange>& rows, const StepOptions& options);
 
-/// The loss alone; a batch without a kept label adds nothing. Collective.
+/// The loss alone; a batch without an unmasked target adds nothing. Collective.
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows,
                        PipelineOfRun* pipeline = nullptr);
@@ -146,7 +147,7 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
 [[noreturn]] void rethrow_with_key(const ShardedBase& model, const BatchSource& source,
                                    const std::vector<RowRange>& rows, const std::exception& error);
 
-/// The same beside forwards and backwards: an error of `kind` that says `when` memory ran out.
+/// The same outside of forwards and backwards: an error of `kind` that says `when` memory ran out.
 [[noreturn]] void rethrow_with_time(const World& world, ErrorKind kind, std::string_view when,
                                     const std::exception& error);
 template <class Run>
@@ -158,7 +159,7 @@ auto in_memory_of(const World& world, ErrorKind kind, std::string_view when, con
   }
 }
 
-/// One micro-batch forward, whatever comes of it. Collective.
+/// One micro-batch forward, without its result. Collective.
 void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, std::int64_t step,
               RowRange rows, PipelineOfRun* pipeline = nullptr);
 /// The logits [b, T, V] of one micro-batch; undefined where another stage has them. Collective.

@@ -17,7 +17,7 @@
 namespace tessera::train {
 namespace {
 
-/// What a micro-batch computes in a unit, on one rank: operations, or their time.
+/// The costs of a micro-batch in a unit, on one rank: operations, or their time.
 struct UnitCosts {
   double products = 0.0;  ///< of a forward
   double attention = 0.0;
@@ -50,7 +50,7 @@ std::map<std::string_view, DType> compute_dtypes(const ModelContract& contract) 
   return dtypes;
 }
 
-/// Of each unit, at what an operation in a dtype costs.
+/// The costs of each unit, with the cost of an operation in a dtype.
 std::vector<UnitCosts> unit_costs(const RunOfPlan& run,
                                   const std::function<double(DType)>& of_operation) {
   const auto& training = stepped_config(run.config, run.dims).training;

@@ -1,10 +1,10 @@
-// Counts the operations of a step on a rank, and forecasts its time on a described machine, on which
-// it was not run.
+// Counts the operations of a step on a rank, and forecasts its time on a described machine, on
+// which it was not run.
 //
 // Counts the products of weights and attention of the text, at two operations a multiplication. The
 // gradient of an input is another product like the forward's, and so is that of a weight that is
 // trained. All other work of a step is left out, so that the forecast is a lower bound of its time.
-// A group whose ranks do not all lie on one host sends at host_bandwidth, whatever it sends.
+// A group whose ranks do not all lie on one host always sends at host_bandwidth.
 // Next: dry/step_traffic.h, ../capture/simulate_plan.h.
 #pragma once
 
@@ -28,8 +28,8 @@ struct StepFlops {
 /// Operations on a rank with most rows. None where training.seq_len is not known.
 std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& plan);
 
-/// The costs of units on `machine`, whose ranks lie one host after the other. rest_ms has the time of
-/// all that is sent apart from gathers and reductions, as if none of it were hidden. Needs
+/// The costs of units on `machine`, whose ranks lie one host after the other. rest_ms has the time
+/// of all that is sent apart from gathers and reductions, as if none of it were hidden. Needs
 /// training.seq_len, flops, and the bandwidths of the groups that send.
 capture::PlanProfile profile_at(const check::Machine& machine, const RunOfPlan& run,
                                 const StepTraffic& traffic);

@@ -46,7 +46,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Of this program: getrusage() would begin with what the launcher's process had at fork.
+/// The peak of this program: getrusage() would begin with what the launcher's process had at fork.
 double peak_rss_mib() {
   std::ifstream status("/proc/self/status");
   for (std::string name; status >> name;) {
@@ -102,7 +102,7 @@ class Trainer {
         device_(comm::facts_of(world.device())) {
     const Config& config = config_;
     TESSERA_CHECK(!source_.adapters, ErrorKind::kConfig, "model.path: found ", config.model.path,
-                  ", a checkpoint of adapters, expected a whole model; go on in the adapters' run, "
+                  ", a checkpoint of adapters, expected a whole model; resume the adapters' run, "
                   "or make one with convert --merged");
     checkpoints_.emplace(config, mesh_);
     config_.training.global_batch_size = checkpoints_->global_batch_size(dims_.data_ranks());
@@ -170,7 +170,7 @@ class Trainer {
 
   TrainingResult run() {
     try {
-      return in_memory_of(world_, ErrorKind::kConfig, "beside forwards and backwards",
+      return in_memory_of(world_, ErrorKind::kConfig, "outside of forwards and backwards",
                           [&] { return run_to_the_end(); });
     } catch (const std::exception& error) {
       // Unwinding waits for this rank's checkpoint writer, the others would wait for both.
@@ -295,7 +295,7 @@ class Trainer {
     }
   }
 
-  /// What ended the run stays its error.
+  /// The error that ended the run stays its error.
   void finish_after_failure() {
     try {
       checkpoints_->finish();
@@ -304,7 +304,7 @@ class Trainer {
     }
   }
 
-  /// What the ranks tell each other at the end of a step.
+  /// The values that ranks exchange at the end of a step.
   struct StepEnd {
     StepMetrics metrics;
     bool stop = false;           ///< some rank was asked to stop
@@ -316,10 +316,10 @@ class Trainer {
     bool stop = max_over_ranks(*model_, {asked_to_stop()}).front() > 0;
     if (result.steps >= steps) {
       log::info("step ", result.steps, " is done already and training.steps is ", steps,
-                ": nothing is left to do; raise training.steps to go on");
+                ": nothing is left to do; raise training.steps to continue");
       return;
     }
-    // What loading took beside the weights is none of what steps take.
+    // The memory that loading took in addition to the weights is not counted as a step's.
     if (!world_.device().is_cpu()) comm::begin_memory_peaks(world_.device());
     if (validation_ && result.steps == 0 && !stop) stop = !validate_before_first(result);
     while (!stop && result.steps < steps) {
@@ -364,7 +364,8 @@ class Trainer {
 
   Vocabulary vocabulary_of_model() const { return vocabulary_of(source_.spec, !source_.folder); }
 
-  /// What stays the same of a plan before the model is there; the run's ranks, rows and memory.
+  /// The part of a plan that stays the same before the model is there; the run's ranks, rows and
+  /// memory.
   CompileOptions options_of_plan(const ModelContract& contract) {
     // The steps of a pipeline have the plan of its schedule.
     if (config_.compile.mode == CompileChoice::kOff || has_schedule(config_)) return {};
@@ -465,13 +466,14 @@ class Trainer {
     update(metrics);
   }
 
-  /// A step in which no row has a kept label: there is no loss and nothing to update, on any rank.
+  /// A step in which no row has an unmasked target: no rank has a loss or anything to update.
   void leave_out(StepMetrics& metrics) {
     updated_ = false;
     metrics.loss = metrics.grad_norm = NAN;
     metrics.sources = source_metrics({}, metrics.step);
     ++steps_without_labels_;
-    log::info("step ", metrics.step, ": found no kept label in its rows: the step is left out");
+    log::info("step ", metrics.step,
+              ": found no unmasked target in its rows: the step is left out");
   }
 
   std::vector<SourceMetrics> source_metrics(const BatchLoss& loss, std::int64_t step) const {

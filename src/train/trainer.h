@@ -1,6 +1,6 @@
 // The training loop: what `tessera train` runs on every rank.
 //
-// Order of a step: the rows, their kept labels (one all-reduce), micro-batches forward and
+// Order of a step: the rows, their unmasked targets (one all-reduce), micro-batches forward and
 // backward, the norm and the clip, the update, the report. Next: parallelize.h for how the model
 // came to be.
 #pragma once
@@ -22,7 +22,7 @@ class ShardedBase;
 
 namespace tessera::train {
 
-/// What a run ends with, the same on every rank.
+/// The result of a run, the same on every rank.
 struct TrainingResult {
   std::int64_t steps = 0;  ///< the last one that was done, before a resumption included
   double last_loss = 0;
@@ -32,7 +32,7 @@ struct TrainingResult {
 /// Whether the command gave the number of ranks.
 enum class RankCount : std::uint8_t { kGiven, kByDefault };
 
-/// Where a caller may look on, on every rank alike; a hook may communicate if it does so on every
+/// Hooks of observers, called on every rank alike; a hook may communicate if it does so on every
 /// rank.
 struct TrainingHooks {
   /// Everything was checked and the first step begins: errors before it are the user's input, after

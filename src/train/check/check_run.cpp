@@ -57,8 +57,8 @@ std::vector<Role> roles_of(const MeshShapes& mesh) {
   return roles;
 }
 
-/// A message of control: ranks agree first on how many bytes the longest of them has, which a dry rank
-/// knows of itself alone.
+/// A message of control: ranks agree first on how many bytes the longest of them has, which a dry
+/// rank knows of itself alone.
 bool is_of_bytes(const comm::Entry& entry) {
   return !entry.ops.empty() && std::ranges::all_of(entry.ops, [](const comm::OpFacts& op) {
     return op.wire == at::kByte;
@@ -178,7 +178,8 @@ check::Place place_of(int pp, const Role& role, const Config& config, const DryS
   return place;
 }
 
-/// The same run with no more micro-batches than order and dtypes need: twice as many as there are stages.
+/// The same run with no more micro-batches than order and dtypes need: twice as many as there are
+/// stages.
 Config with_few_micro_batches(const Config& stepped, const ParallelDims& dims,
                               const std::optional<PipelinePlan>& pipeline) {
   const auto batch = resolve_batch(stepped.training, dims.data_ranks());

@@ -65,7 +65,7 @@ check::StepTime without_stages(const Forecast& of, const CheckedRun& checked) {
           .rest_ms = step.rest_ms};
 }
 
-/// What one micro-batch exchanges in one stage of a rank.
+/// The exchanges of one micro-batch in one stage of a rank.
 struct Exchanged {
   double tensor_ms = 0;                 ///< over tp, half of it in its backward
   pipeline::Exchanges of_experts = {};  ///< over ep
@@ -80,8 +80,8 @@ Exchanged exchanged_in_stage(const Forecast& of, const StepTraffic& traffic, std
                     static_cast<double>(parts);
   found.experts_ms = of.ms_to_send(tokens.experts, traffic.messages.experts, axis::kExpert) /
                      static_cast<double>(parts);
-  // Of a layer counts, rows there and back; in its backward rows there and back, and, where it is
-  // computed again, the forward's once more.
+  // Counts for a layer: rows there and back in its forward; the same in its backward and, where it
+  // is computed again, the forward's once more.
   auto& experts = found.of_experts;
   experts.forward = 3;
   experts.backward = of.config.activation_checkpoint.of_layers() == RecomputeMode::kNone ? 2 : 5;

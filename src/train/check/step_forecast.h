@@ -12,8 +12,9 @@
 
 namespace tessera::train {
 
-/// Fills in time and schedule of checked.report. `machine` has the rates that `world` ranks need; `by`
-/// names it. Needs training.seq_len. Leaves the report as it is where no dry step came to its end.
+/// Fills in time and schedule of checked.report. `machine` has the rates that `world` ranks need;
+/// `by` names it. Needs training.seq_len. Leaves the report as it is where no dry step came to its
+/// end.
 void forecast_step(const Config& config, const ModelSource& source, int world,
                    const check::Machine& machine, const std::string& by, CheckedRun& checked);
 

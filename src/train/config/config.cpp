@@ -63,7 +63,7 @@ void read_top_level(Config& config, const ConfigEntry& entry, std::string_view s
                                          printable(word), advice_on_key(word, KeysIn::kFile)));
 }
 
-// What a VALUE of the command line is when read as TOML; none when it is a bare word.
+// Reads a VALUE of the command line as TOML; none when it is a bare word.
 std::optional<ConfigValue> toml_value(std::string_view key, std::string_view value) {
   const std::size_t first = value.find_first_not_of(" \t");
   const bool meant_as_toml =

@@ -1,6 +1,6 @@
 // The run configuration as a value: one struct a section of the TOML file, with every default.
 //
-// What a key is called, its unit, range and help text stand in the key table (config_keys.h);
+// Name, unit, range and help text of a key stand in the key table (config_keys.h);
 // parsing, --help, overrides and the dump are all made from that one table. Nothing here reads
 // files or knows torch. Next: config_keys.h, then config_resolve.h for what follows from several
 // keys at once.
@@ -121,7 +121,7 @@ constexpr auto words_of(Packing) {
 struct DataConfig {
   std::vector<std::string> path;
   std::vector<DataSource> source;                 ///< [[data.source]], in place of path
-  std::optional<Packing> packing = std::nullopt;  ///< none = by what lies beside the data
+  std::optional<Packing> packing = std::nullopt;  ///< none = by the files next to the data
   bool operator==(const DataConfig&) const = default;
 };
 
@@ -160,7 +160,7 @@ struct PipelineConfig {
   bool operator==(const PipelineConfig&) const = default;
 };
 
-/// Of a rank's memory: bytes, or a share of what the machine has for each of its ranks.
+/// A limit on a rank's memory: bytes, or a share of what the machine has for each of its ranks.
 struct MemoryBudget {
   std::int64_t bytes = 0;
   double share = 0.0;  ///< above 0 where it is a share: "90%" is 0.9
@@ -190,8 +190,8 @@ struct PrecisionConfig {
 };
 
 struct ActivationCheckpointConfig {
-  std::optional<RecomputeMode> mode;  ///< none: nobody has said, and plans may choose
-  /// Of every layer, as far as no plan chooses.
+  std::optional<RecomputeMode> mode;  ///< none: not set, and plans may choose
+  /// The mode of every layer, as far as no plan chooses.
   RecomputeMode of_layers() const { return mode.value_or(RecomputeMode::kNone); }
   bool operator==(const ActivationCheckpointConfig&) const = default;
 };
@@ -303,7 +303,7 @@ void apply_override(Config& config, std::string_view key, std::string_view value
 /// TOML text of every key that has a value; parse_config gives the same Config back.
 std::string to_toml(const Config& config);
 
-/// What the config asks of fully_shard.
+/// The precision policy that the config asks of fully_shard.
 PrecisionPolicy precision_policy(const PrecisionConfig& precision,
                                  const OptimizerConfig& optimizer = {});
 

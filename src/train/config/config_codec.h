@@ -31,7 +31,7 @@ bool is_too_long_integer(const ConfigValue& value);
 
 bool equal_ignoring_case(std::string_view a, std::string_view b);
 
-/// What a number must satisfy, and the words for it.
+/// The condition on a number, and its text.
 struct Limit {
   double low = -std::numeric_limits<double>::infinity();
   double high = std::numeric_limits<double>::infinity();

@@ -278,7 +278,7 @@ void add_update(std::vector<ConfigKey>& keys) {
   optimizer.key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
       .key("master", &O::master,
            {"",
-            "Where the full value of a 16-bit shard is kept: auto beside it (16 more bits for "
+            "Where the full value of a 16-bit shard is kept: auto next to it (16 more bits for "
             "bfloat16, a float32 copy for float16), none nowhere: updates below half a step of it "
             "are lost."})
       .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0));
@@ -349,13 +349,14 @@ void add_outputs(std::vector<ConfigKey>& keys) {
   using K = CheckpointConfig;
   Section(keys, "checkpoint", &Config::checkpoint)
       .key("enable", &K::enable,
-           {"", "Write checkpoints, and go on from one; the last step is always saved."})
+           {"", "Write checkpoints, and resume from one; the last step is always saved."})
       .key("folder", &K::folder, {"folder", "Where they go, relative to RUN."})
-      .key("interval", &K::interval, {"steps", "A checkpoint every so many steps."}, count_from(1))
+      .key("interval", &K::interval, {"steps", "Steps between checkpoints."}, count_from(1))
       .key("keep_latest_k", &K::keep_latest_k, {"checkpoints", "How many are kept; 0 is all."},
            count_from(0))
       .key("load_step", &K::load_step,
-           {"step", "-1 resumes from the latest if there is one, 0 starts anew, N resumes there."},
+           {"step",
+            "-1 resumes from the latest if there is one, 0 starts a new run, N resumes there."},
            count_from(-1));
   using M = MetricsConfig;
   Section(keys, "metrics", &Config::metrics)
@@ -394,7 +395,7 @@ void add_adapters_and_scaler(std::vector<ConfigKey>& keys) {
   Section(keys, "lora", &Config::lora)
       .key("rank", &R::rank,
            {"",
-            "Rank of the adapters that are trained beside a frozen model; 0 trains the model "
+            "Rank of the adapters that are trained with a frozen model; 0 trains the model "
             "itself."},
            count_from(0))
       .key("alpha", &R::alpha,

@@ -174,8 +174,8 @@ constexpr auto kOtherKeys = std::to_array<OtherName>({
      "checkpoint.interval", "in steps"},
     {"save_total_limit keep_last_n max_checkpoints", "checkpoint.keep_latest_k"},
     {"resume_from_checkpoint auto_resume_from_checkpoints resume load_checkpoint",
-     "checkpoint.load_step", "by default a run goes on from the latest in its job.dump_folder"},
-    {"async_mode async_save", "", "checkpoints are always written beside the steps"},
+     "checkpoint.load_step", "by default a run resumes from the latest in its job.dump_folder"},
+    {"async_mode async_save", "", "checkpoints are always written while steps run"},
     {"export_dtype last_save_model_only last_save_in_hf save_safetensors save_only_model "
      "push_to_hub hub_model_id hub_strategy hub_token initial_load_in_hf",
      "", kExport},
@@ -204,7 +204,7 @@ constexpr auto kOtherKeys = std::to_array<OtherName>({
     {"lora_target_modules target_modules lora_target_linear", "lora.targets",
      "ends of layers' names"},
     {"lora_modules_to_save modules_to_save use_rslora use_dora peft_use_dora", "",
-     "beside adapters nothing is trained; see lora.targets"},
+     "with adapters nothing else is trained; see lora.targets"},
 });
 
 constexpr auto kOtherSections = std::to_array<OtherName>({

@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What does not depend on the machine: whether there is such a device its World says.
+/// Checks what does not depend on the machine: whether there is such a device, its World checks.
 void check_device(const Config& config) {
   TESSERA_CHECK(config.device != DeviceName::kCpu || config.comm.backend != BackendName::kNccl,
                 ErrorKind::kConfig,
@@ -29,8 +29,9 @@ void check_device(const Config& config) {
                 "tensors of CUDA devices only; set another backend, or device = \"cuda\"");
 }
 
-/// What does not depend on ranks, rows and layers (../pipeline/ has the rest). With one rank on
-/// the axis most keys have no effect, so that one configuration serves with and without a pipeline.
+/// Checks what does not depend on ranks, rows and layers (../pipeline/ has the rest). With one rank
+/// on the axis most keys have no effect, so that one configuration serves with and without a
+/// pipeline.
 void check_pipeline(const PipelineConfig& section) {
   const auto kind = pipeline::find_kind(section.schedule);
   TESSERA_CHECK(kind, ErrorKind::kConfig, "pipeline.schedule: found ", printable(section.schedule),
@@ -62,7 +63,7 @@ void check_compile(const Config& config, Verb verb) {
                 stages > 1 ? "pipeline_parallel_degree = 1" : "leave pipeline.schedule out");
   if (section.memory_budget && verb != Verb::kGradients) {  // which has its batch's
     require_seq_len(config.training,
-                    "; compile.memory_budget needs it to count activations, also beside data that "
+                    "; compile.memory_budget needs it to count activations, also with data that "
                     "has its own");
   }
   TESSERA_CHECK(
@@ -75,7 +76,7 @@ void check_lora(const LoraRequest& lora, const ModelConfig& model) {
   if (lora.rank == 0) {
     TESSERA_CHECK(lora == LoraRequest{}, ErrorKind::kConfig,
                   "lora: found alpha, targets or dropout with rank 0, expected a rank above 0 "
-                  "beside them; set lora.rank or leave them out");
+                  "with them; set lora.rank or leave them out");
     return;
   }
   check_targets(lora);
@@ -84,8 +85,8 @@ void check_lora(const LoraRequest& lora, const ModelConfig& model) {
                 "get no gradient and learn nothing; default: rank");
   TESSERA_CHECK(!model.path.empty(), ErrorKind::kConfig, "lora.rank: found ", lora.rank,
                 " for a model from scratch, expected 0: adapters "
-                "stand beside trained weights; set model.path");
-  TESSERA_CHECK(!model.freeze, ErrorKind::kConfig, "model.freeze: found a list beside lora.rank ",
+                "need trained weights; set model.path");
+  TESSERA_CHECK(!model.freeze, ErrorKind::kConfig, "model.freeze: found a list with lora.rank ",
                 lora.rank,
                 ", expected none: all of the model is frozen then; leave it out, and choose layers "
                 "by lora.targets");

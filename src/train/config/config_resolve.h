@@ -1,6 +1,6 @@
-// What follows from several keys at once: relations that must hold, degrees filled in for a world,
-// rows and learning rate of a step. Pure; whatever is impossible is refused here with the key's
-// name, before any rank starts.
+// Relations of several keys: those that must hold, degrees filled in for a world, rows and learning
+// rate of a step. Pure; anything impossible is refused here with the key's name, before any rank
+// starts.
 //
 // Single values are checked where they are read (config_keys.h). Next: sampler.h for who gets which
 // row.
@@ -20,12 +20,14 @@ namespace tessera::train {
 /// Which command the configuration is for: they need different keys.
 enum class Verb : std::uint8_t { kTrain, kGradients, kContract };
 
-/// Errors: kConfig naming the key: missing ones, contradictions, and nccl beside a device whose tensors it does not carry.
+/// Errors: kConfig naming the key: missing ones, contradictions, and nccl on a device whose tensors
+/// it does not carry.
 void validate(const Config& config, Verb verb);
 
-/// What `open` returns; where it cannot open a file or folder, or finds there what it has no use for,
-/// the error says by which key, option or argument it was asked for. Every path that a user gives is
-/// opened through this. Errors: those of `open`; of kinds that name their key themselves as they are.
+/// Calls `open` and returns its result; where it cannot open a file or folder, or finds there what
+/// it cannot use, the error names the key, option or argument that asked for it. Every path that a
+/// user gives is opened through this. Errors: those of `open`; of kinds that name their key
+/// themselves as they are.
 template <class Open>
 auto open_as(std::string_view key, const Open& open) {
   try {
@@ -54,12 +56,12 @@ void check_positions(const ParallelismConfig& parallelism, std::int64_t position
 /// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.
 int ranks_to_spawn(const ParallelismConfig& parallelism);
 
-/// What kind of data the paths of data.path or validation.path name, by their endings: batches, tokens
-/// alone, or text, perhaps with tokens beside it.
+/// The kind of data that the paths of data.path or validation.path name, by their endings: batches,
+/// tokens alone, or text, perhaps with tokens.
 enum class DataKind : std::uint8_t { kText, kTokens, kBatches };
-/// Errors: kConfig for a list that holds .safetensors beside others, or nothing.
+/// Errors: kConfig for a list that holds .safetensors among others, or nothing.
 DataKind data_kind(const std::vector<std::string>& path, std::string_view key);
-/// Of all sources together.
+/// The kind of all sources together.
 DataKind data_kind(const DataConfig& data);
 
 /// Files of a source, and what messages call them.
@@ -68,7 +70,7 @@ struct NamedSource {
   std::vector<std::string> path;
 };
 inline constexpr auto kSourceKey = "data.source";
-/// Errors: kConfig for batches that are ready-made, which are no source beside others.
+/// Errors: kConfig for ready-made batches, which cannot be mixed with other sources.
 void require_no_batches(const NamedSource& source);
 /// data.path, or the tables of [[data.source]].
 std::vector<NamedSource> sources_of(const DataConfig& data);
@@ -92,8 +94,8 @@ std::int64_t rows_in_step(const TrainingConfig& training, const ParallelDims& di
 /// Whether steps follow a schedule of micro-batches: that of a pipeline, or Paired1F1B of one rank.
 bool has_schedule(const Config& config);
 
-/// How many micro-batches a step of `rows_in_step` rows has on every data rank. In training and for a
-/// contract local_batch_size says it, and pipeline.micro_batches may only say the same; for
+/// How many micro-batches a step of `rows_in_step` rows has on every data rank. In training and for
+/// a contract local_batch_size says it, and pipeline.micro_batches may only say the same; for
 /// `gradients` pipeline.micro_batches counts, and -1 is pieces of local_batch_size. Errors: kConfig
 /// with both numbers.
 std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t rows_in_step,

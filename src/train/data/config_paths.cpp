@@ -86,7 +86,7 @@ void require_relative_paths(const Config& config, const fs::path& config_file, V
         ErrorKind::kIo,
         concat(named.key, ": ", what_is_absent(named), where_relative(path),
                " (where relative paths of a config begin), expected ", named.expected,
-               near ? concat("; beside the config there is ", shown(*near), ": name that") : ""));
+               near ? concat("; next to the config there is ", shown(*near), ": name that") : ""));
   }
 }
 

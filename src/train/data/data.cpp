@@ -68,7 +68,7 @@ void require_same_at_all(const BatchSource& source, std::string_view key, World&
   }
   throw Error(ErrorKind::kFormat,
               concat(key, ": found ", here, " on rank ", differs->rank, ", expected ", first,
-                     ", as on rank 0; all hosts must have the same files, and what lies beside "
+                     ", as on rank 0; all hosts must have the same files, and what lies next to "
                      "them"));
 }
 

@@ -1,9 +1,9 @@
-// What a row holds: batches of input ids and targets from text and NAME.bin, or X.safetensors.
+// Batches of rows: batches of input ids and targets from text and NAME.bin, or X.safetensors.
 //
 // One class a kind of data behind BatchSource; open_batches chooses. Sources know rows of a step,
-// not ranks: who computes which row is the sampler's. Opening reads no tokens: what can be wrong with
-// the data besides is found then, an id outside the vocabulary where it is read. Next: source_draw.h,
-// trainer.h.
+// not ranks: who computes which row is the sampler's. Opening reads no tokens: what can be wrong
+// with the data besides is found then, an id outside the vocabulary where it is read. Next:
+// source_draw.h, trainer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,14 +40,14 @@ struct MicroBatch {
   std::int64_t unmasked_targets() const;
   /// With the targets: for the loss.
   models::ModelInputs inputs() const;
-  /// The same where `model` computes: on a device by pinned memory, without a wait of the host. Layers
-  /// there cannot look at values without one, so they are looked at before. Of a pipeline's rank what
-  /// its stages read: without the embedding ids have sizes alone, without the head targets stay on the
-  /// host. Errors: kFormat, as LanguageModel::check_values.
+  /// The same where `model` computes: on a device by pinned memory, without a wait of the host.
+  /// Layers there cannot look at values without one, so they are looked at before. Of a pipeline's
+  /// rank what its stages read: without the embedding ids have sizes alone, without the head
+  /// targets stay on the host. Errors: kFormat, as LanguageModel::check_values.
   MicroBatch on(at::Device device, const models::LanguageModel& model) const;
 };
 
-/// What the model says about token ids.
+/// The model's view of token ids.
 struct Vocabulary {
   std::int64_t size = 0;  ///< ids are below this
   bool reads_bytes =
@@ -62,26 +62,26 @@ class BatchSource {
   virtual std::int64_t rows_in_step() const = 0;
   /// T: inputs of a row.
   virtual std::int64_t row_tokens() const = 0;
-  /// Rows `rows` of step `step` (from 1); an empty range gives [0, T]. Threads: any. Errors: kFormat
-  /// for an id outside the vocabulary.
+  /// Rows `rows` of step `step` (from 1); an empty range gives [0, T]. Threads: any. Errors:
+  /// kFormat for an id outside the vocabulary.
   virtual MicroBatch load(std::int64_t step, RowRange rows) const = 0;
   /// Rows of one pass, in which steps have each row once.
   virtual std::int64_t rows_in_pass() const = 0;
-  /// A step may have no kept label; a run without one has nothing to train on. Of a mask without an
-  /// index makes that, on disk: one rank calls this. Errors: kFormat where the rows of steps 1 to
-  /// `steps` have none.
+  /// A step may have no unmasked target; a run without one has nothing to train on. Makes the index
+  /// of a mask that has none, on disk: one rank calls this. Errors: kFormat where the rows of steps
+  /// 1 to `steps` have none.
   virtual void check_labels(std::int64_t steps) = 0;
   virtual std::size_t sources() const { return 1; }
   /// How much of the rows up to the end of `step` came from each of several sources; empty of one.
   virtual std::vector<double> shares(std::int64_t /*step*/) const { return {}; }
   /// A line for each of several sources.
   virtual std::vector<std::string> as_text() const { return {}; }
-  /// What it was opened from, in lines that are equal where files, borders and rows are: names
-  /// without folders, sizes, what is made of them. Not what the files hold.
+  /// The files that it was opened from, in lines that are equal where files, borders and rows are:
+  /// names without folders, sizes, what is made of them. Not the files' contents.
   virtual std::vector<std::string> opened_from() const = 0;
 };
 
-/// What a source is opened for.
+/// A request to open a source.
 struct BatchRequest {
   std::vector<std::string> path;
   std::string key = "data.path";         ///< what messages call it
@@ -100,7 +100,7 @@ struct BatchRequest {
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
 
 /// Ranks that opened other files, as on hosts with copies of their own, would compute rows of
-/// different orders without a word. `key`: what messages call the data. Collective. Errors, on all
+/// different orders silently. `key`: what messages call the data. Collective. Errors, on all
 /// ranks alike: kFormat naming the first rank that has other data than rank 0, and what differs.
 void require_same_at_all(const BatchSource& source, std::string_view key, World& world);
 

@@ -33,8 +33,8 @@ bool belongs_to_tokens(const std::string& path) {
   });
 }
 
-/// What glob() asks about a folder that cannot be listed; a part of the path that is no folder at
-/// all has no matches.
+/// The answer to glob() about a folder that cannot be listed; a part of the path that is no folder
+/// at all has no matches.
 int ends_the_search(const char* /*folder*/, int error) {
   return error == ENOENT || error == ENOTDIR ? 0 : 1;
 }

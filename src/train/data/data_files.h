@@ -1,8 +1,8 @@
 // Which files the paths of data.path, [[data.source]] and validation.path mean. Pure.
 //
 // A path that is there means itself; another one with * ? or [ in it is a pattern, as glob(7) has
-// them, and means all that matches, in the order of the names' bytes. What lies beside a NAME.bin and
-// belongs to it is never meant by a pattern. Next: data.h.
+// them, and means all that matches, in the order of the names' bytes. A file next to a NAME.bin
+// that belongs to it is never meant by a pattern. Next: data.h.
 #pragma once
 
 #include <filesystem>
@@ -29,7 +29,7 @@ std::vector<std::string> files_of(const std::vector<std::string>& paths, std::st
 /// NAME.docs.bin of NAME.bin.
 std::filesystem::path borders_of(const std::filesystem::path& path);
 
-/// The first file without which rows are not packed by themselves: a mask or the borders beside a
+/// The first file without which rows are not packed by themselves: a mask or the borders next to a
 /// NAME.bin, or one of `files` that is no NAME.bin. None where nothing lacks.
 std::optional<std::string> lacks_for_packing(const std::vector<std::string>& files);
 

@@ -1,5 +1,4 @@
-// What data a run is trained on, as a value: so that a resumed run goes on with the same rows.
-// Pure.
+// The data that a run is trained on, as a value: a resumed run continues with the same rows. Pure.
 //
 // Names do not count, data may have moved; sizes and content do. Large files are looked at in
 // parts.
@@ -23,20 +22,20 @@ inline constexpr std::int64_t kHashedWholeBytes = std::int64_t{64} << 20;
 inline constexpr std::int64_t kSamples = 64;
 inline constexpr std::int64_t kSampleBytes = 4096;
 
-/// Of data.path or [[data.source]], without patterns (data_files.h). Weights count. Reads the files.
-/// Errors: kIo, kFormat for what is not there.
+/// The identity of data.path or [[data.source]], without patterns (data_files.h). Weights count.
+/// Reads the files. Errors: kIo, kFormat for files that are not there.
 CheckpointData data_identity(const DataConfig& data, std::int64_t seq_len,
                              std::int64_t global_batch_size);
 
-/// training.global_batch_size of a run that goes on: where it is -1, the rows of a step of the
+/// training.global_batch_size of a run that resumes: where it is -1, the rows of a step of the
 /// checkpoint, so that any number of ranks that divides them makes the same steps. Batches that are
 /// given (X.safetensors) have their own number. Errors: kConfig where they are no multiple of
 /// local_batch_size x `data_ranks`.
 std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
                                        const CheckpointData& before, const std::string& checkpoint);
 
-/// How each refusal of a run that goes on, and is not as it was, ends.
-inline constexpr auto kSetBack = "; set it back, or start anew in another folder";
+/// How each refusal ends of a run that resumes and is not as it was.
+inline constexpr auto kSetBack = "; set it back, or start a new run in another folder";
 
 /// Names the key of `now` that has to be reset to give the data `expected`, and its value: packing,
 /// or the weights, contents and number of sources, compared with `before`, the config of the

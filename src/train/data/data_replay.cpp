@@ -23,7 +23,7 @@ const TensorInfo& find(const SafetensorsFile& file, const std::string& name) {
   const TensorInfo* tensor = file.header().find(name);
   TESSERA_CHECK(tensor != nullptr, ErrorKind::kFormat, shown(file.path()), ": found no tensor ",
                 name,
-                " beside pixel_values, expected pixel_values, image_position_ids and "
+                " with pixel_values, expected pixel_values, image_position_ids and "
                 "mm_token_type_ids");
   return *tensor;
 }
@@ -226,7 +226,7 @@ void ReplayedBatches::warn_of_others(bool images) const {
     if (!is_read(tensor.name, images)) names.push_back(tensor.name);
   }
   if (names.empty()) return;
-  // What collators make stands beside the ids; what hangs below a prefix are mostly results.
+  // Collators write tensors next to the ids; tensors below a prefix are mostly results.
   std::ranges::stable_sort(
       names, {}, [](const auto& name) { return std::pair(name.find('/') != name.npos, name); });
   log::warn(
@@ -314,7 +314,7 @@ void ReplayedBatches::check_labels(std::int64_t steps) {
     if (load(step, {0, rows_}).unmasked_targets() > 0) return;
   }
   throw Error(ErrorKind::kFormat,
-              concat(shown(file_.path()), ": found no kept label in ", label_name_,
+              concat(shown(file_.path()), ": found no unmasked target in ", label_name_,
                      steps < steps_ ? concat(" of steps 1 to ", steps) : std::string(),
                      ", expected at least one that is not -100 after column 0"));
 }

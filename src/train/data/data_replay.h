@@ -5,10 +5,10 @@
 // named once.
 //
 // Images: `pixel_values` [N,P,3*patch^2] and `image_position_ids` [N,P,2] serve every step of the
-// file; `mm_token_type_ids` has the shape of the ids it stands beside. Image n belongs to the n-th
+// file; `mm_token_type_ids` has the shape of its ids. Image n belongs to the n-th
 // run of type 1, row-major over the batch, and travels with its row, so the images of consecutive
-// rows lie together. Shapes, and where there are images which are whose, are checked when the file is
-// opened; ids and labels where they are read. Next: models/patch_grid.h.
+// rows lie together. Shapes, and where there are images which are whose, are checked when the file
+// is opened; ids and labels where they are read. Next: models/patch_grid.h.
 #pragma once
 
 #include <cstdint>

@@ -75,12 +75,12 @@ std::vector<std::int64_t> read_document_ends(const std::filesystem::path& path,
     TESSERA_CHECK(ends[i] > before && ends[i] <= num_tokens, ErrorKind::kFormat, path.native(),
                   ": found the end ", static_cast<std::uint64_t>(ends[i]), " of document ", i,
                   " after ", before, ", expected a larger one, up to the ", num_tokens,
-                  " tokens beside it");
+                  " tokens next to it");
     before = ends[i];
   }
   TESSERA_CHECK(before == num_tokens, ErrorKind::kFormat, path.native(),
                 ": found the last document's end ", before, ", expected ", num_tokens,
-                ", the tokens beside it");
+                ", the tokens next to it");
   return ends;
 }
 

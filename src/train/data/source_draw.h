@@ -2,9 +2,9 @@
 //
 // Positions count the rows of a run from 0 through all its steps; what stands at a position depends
 // on (seed, weights, position) only. Each kBlock positions have of every source its share of them,
-// rounded down or up, in an order of their own, and each kUnits positions exactly its units. The rows
-// of a source come one after the other (0, 1, 2, ...): its own order and epochs are RowOrder's. Short
-// symbols: K sources. Next: data.h.
+// rounded down or up, in an order of their own, and each kUnits positions exactly its units. The
+// rows of a source come one after the other (0, 1, 2, ...): its own order and epochs are
+// RowOrder's. Short symbols: K sources. Next: data.h.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ class SourceDraw {
   std::vector<std::int64_t> counts(std::int64_t end) const;
 
   std::size_t size() const { return ends_.size(); }
-  /// Of a source: its units over kUnits.
+  /// The share of a source: its units over kUnits.
   double share(std::size_t source) const;
 
  private:

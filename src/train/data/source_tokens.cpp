@@ -20,7 +20,7 @@
 namespace tessera::train {
 namespace {
 
-/// First: of a name that is not there nobody knows whether it is text.
+/// Comes first: whether a name is text cannot be known where nothing has the name.
 void require_there(const NamedSource& source) {
   namespace fs = std::filesystem;
   for (const std::string& path : source.path) {
@@ -36,7 +36,7 @@ struct FirstBytes {
   std::string_view bytes;
   std::string_view kind;
 };
-// What no text begins with.
+// Bytes with which no text begins.
 constexpr std::array kNoText{FirstBytes{"PAR1", "parquet"}, FirstBytes{"\x1f\x8b", "gzip"},
                              FirstBytes{"\x28\xb5\x2f\xfd", "zstd"}};
 
@@ -84,7 +84,7 @@ class Parts {
       const auto borders = borders_of(path);
       std::error_code ignored;
       TESSERA_CHECK(std::filesystem::exists(borders, ignored), ErrorKind::kFormat,
-                    "data.packing = documents: found no ", shown(borders.native()), " beside ",
+                    "data.packing = documents: found no ", shown(borders.native()), " next to ",
                     shown(path),
                     ", expected the ends of its documents, which tools/tokenize.py "
                     "writes; or set data.packing = stream");

@@ -17,9 +17,9 @@ struct SourceTokens {
   std::vector<std::int64_t> document_ends;
 };
 
-/// `source` has no patterns. has_documents: of NAME.bin by NAME.docs.bin, of text by its files. Reads
-/// no token. Errors: kIo for what cannot be read, kConfig for text where the model has a tokenizer of
-/// its own (`reads_bytes` is false), kFormat for what is malformed or has no borders.
+/// `source` has no patterns. has_documents: of NAME.bin by NAME.docs.bin, of text by its files.
+/// Reads no token. Errors: kIo for what cannot be read, kConfig for text where the model has a
+/// tokenizer of its own (`reads_bytes` is false), kFormat for what is malformed or has no borders.
 SourceTokens open_source_tokens(const NamedSource& source, bool reads_bytes, bool has_documents);
 
 }  // namespace tessera::train

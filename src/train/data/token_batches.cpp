@@ -57,7 +57,7 @@ struct RowPlaces {
     if (starts != nullptr) starts += row_tokens;
     if (fillers != nullptr) fillers += row_tokens;
   }
-  /// Of the places [begin, end), as far as the row has them.
+  /// Marks the places [begin, end), as far as the row has them.
   void begin_document(std::size_t begin, std::size_t end, std::size_t row_tokens) const {
     if (starts == nullptr || begin >= row_tokens) return;
     std::fill(starts + begin, starts + std::min(end, row_tokens), static_cast<std::int64_t>(begin));
@@ -126,11 +126,12 @@ class TokenBatches final : public BatchSource {
     }
     const bool has_mask = std::ranges::any_of(
         sources_, [](const SourceRows& source) { return source.tokens->has_mask(); });
-    throw Error(ErrorKind::kFormat,
-                concat(sources_.front().tokens->name(),
-                       ": found no kept label in the rows of steps 1 to ", steps, ", expected ",
-                       has_mask ? "a mask with a byte that is not 0 among their targets"
-                                : "a document of two tokens at least: its first one is no target"));
+    throw Error(
+        ErrorKind::kFormat,
+        concat(sources_.front().tokens->name(),
+               ": found no unmasked target in the rows of steps 1 to ", steps, ", expected ",
+               has_mask ? "a mask with a byte that is not 0 among their targets"
+                        : "a document of two tokens at least: its first one is no target"));
   }
 
   std::size_t sources() const override { return sources_.size(); }
@@ -222,7 +223,7 @@ class TokenBatches final : public BatchSource {
   bool packs_;  // some rows hold several documents
 };
 
-/// What is to be said of a source's rows.
+/// Describes the rows of a source.
 std::string packing_as_text(const TokenSource& tokens, const std::optional<DocumentRows>& packed,
                             const std::optional<std::string>& lacks, std::int64_t row) {
   if (packed) {
@@ -239,7 +240,7 @@ std::string packing_as_text(const TokenSource& tokens, const std::optional<Docum
 
 struct PackingOfSource {
   std::optional<Packing> packing;
-  std::optional<std::string> lacks;  ///< what keeps it from being as asked
+  std::optional<std::string> lacks;  ///< why it is not as asked
 };
 
 /// As asked, where that is a must or can be had.
@@ -272,7 +273,7 @@ SourceRows open_rows(const NamedSource& source, const BatchRequest& request, std
                 " (training.seq_len + 1)");
   open_as(source.key, [&] { tokens->check_vocabulary(request.vocabulary.size); });
   auto lacks = asked.lacks;
-  // Without a mask nobody expects documents unasked.
+  // Without a mask documents are not expected unless asked for.
   if (!request.packing && tokens->has_mask()) lacks = lacks_for_packing(source.path);
   auto words = packing_as_text(*tokens, packed, lacks, row);
   return {std::move(tokens),
@@ -301,7 +302,7 @@ std::unique_ptr<BatchSource> open_token_batches(const BatchRequest& request) {
     std::vector<double> weights;
     for (const NamedSource& source : sources_of({{}, request.sources})) {
       require_no_batches(source);  // a pattern may have found some
-      // Of its own, else sources of one length would come in one order.
+      // A seed for each source, else sources of one length would come in one order.
       const auto seed = stream_of(request.seed, source.key);
       weights.push_back(request.sources[weights.size()].weight);
       sources.push_back(open_rows(source, request, seed, sizes.global));

@@ -1,9 +1,9 @@
 // The batches of a dry step: rows of one token, with the images that the data's header says.
 //
 // A model that sees images steps its tower where data.path is a .safetensors file that has
-// pixel_values. Only the header is read, so that how many images and patches there are is known, and
-// not whose they are: each row has as many as every other, and all patches are real where the row has
-// room for their soft tokens. Next: dry_step.h, ../data/data_replay.h.
+// pixel_values. Only the header is read, so that how many images and patches there are is known,
+// and not whose they are: each row has as many as every other, and all patches are real where the
+// row has room for their soft tokens. Next: dry_step.h, ../data/data_replay.h.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace tessera::train {
 
-/// What the header of a batch file says: S, B, T, and of images N and P.
+/// The sizes in the header of a batch file: S, B, T, and N and P of images.
 struct DataHeader {
   std::int64_t steps = 1, rows = 0, columns = 0;
   std::int64_t images = 0;   ///< of the rows of one step
@@ -30,8 +30,8 @@ struct DataHeader {
 /// header, for input_ids or pixel_values of another shape than training reads.
 std::optional<DataHeader> read_data_header(const Config& config, const ModelSource& source);
 
-/// training.seq_len and global_batch_size, where they are left out, as the data's header has them: as many
-/// rows as a step of the rank with most rows has on all data ranks.
+/// training.seq_len and global_batch_size, where they are left out, as the data's header has them:
+/// as many rows as a step of the rank with most rows has on all data ranks.
 Config with_rows_of_data(Config config, const ModelSource& source, const ParallelDims& dims);
 
 /// "2 images of 36 patches in 2 rows, by the header of data.path", or why there are none; empty
@@ -42,8 +42,8 @@ std::string images_text(const Config& config, const ModelSource& source);
 class DryBatches final : public BatchSource {
  public:
   /// `positions` of a row. Errors: as read_data_header(), check_positions() and
-  /// check_learned_positions(); kConfig for rows too short for their images, and for rows of more chunks
-  /// of attention than are gone through.
+  /// check_learned_positions(); kConfig for rows too short for their images, and for rows of more
+  /// chunks of attention than are gone through.
   DryBatches(const Config& config, const ModelSource& source, std::int64_t rows,
              std::int64_t positions);
   std::int64_t rows_in_step() const override { return rows_; }

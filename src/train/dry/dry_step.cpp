@@ -139,7 +139,7 @@ class DryRank {
 moe::ChoiceScope::Choose choice_by(const ExpertLoads& loads, const models::RoutedExperts& of) {
   require_fit(loads, of, "loads of experts");
   TESSERA_INVARIANT(!loads.are_even(), "a choice by no loads");
-  // What was dealt last: layers that share a list see as many tokens each.
+  // The last choice that was dealt: layers that share a list see as many tokens each.
   struct Dealt {
     std::size_t list = 0;
     std::vector<std::int64_t> chosen = {};

@@ -1,10 +1,10 @@
-// A step of a run on nobody's memory: what one rank of any number holds and sends.
+// A dry step of a run, without memory: what one rank of any number holds and sends.
 //
-// The model is made parallel and stepped by the code that a run uses, over a World of this thread alone
-// (comm/dry_world.h) and on fake tensors (dry/fake_operations.h): nobody is started, no weight is read,
-// and what a layer allocates is counted and not forecast. Two steps are made; the second one is what
-// all others are like. What a rank's routers choose follows from stated loads (expert_loads.h), and all
-// ranks choose alike. Next: dry_batches.h, ../parallelize.h, ../step.h.
+// The model is made parallel and stepped by the code that a run uses, over a World of this thread
+// alone (comm/dry_world.h) and on fake tensors (dry/fake_operations.h): no rank is started, no
+// weight is read, and what a layer allocates is counted and not forecast. Two steps are made; the
+// second one is what all others are like. What a rank's routers choose follows from stated loads
+// (expert_loads.h), and all ranks choose alike. Next: dry_batches.h, ../parallelize.h, ../step.h.
 #pragma once
 
 #include <cstdint>
@@ -41,13 +41,14 @@ struct DryStep {
   std::vector<TraceSpan> spans = {};                  ///< as a traced run has them
   ModelContract contract = {};                        ///< that the rank's parameters carry
   std::vector<DtypeFinding> dtypes = {};              ///< empty unless asked for
-  /// What ended a step in which operations had left their unit's dtype, which may be why: of such a step
-  /// nothing else is known. Empty: it ended well.
+  /// The error that ended a step in which operations had left their unit's dtype, which may be why:
+  /// nothing else is known of such a step. Empty: it ended well.
   std::string failed = {};
   bool has_loads = false;  ///< DryOptions::loads were given
 };
 
-/// Whether the operations of a dry forward are looked at for results of another dtype than their unit's.
+/// Whether the operations of a dry forward are looked at for results of another dtype than their
+/// unit's.
 enum class WatchDtypes : std::uint8_t { kNo, kYes };
 
 struct DryOptions {
@@ -55,9 +56,9 @@ struct DryOptions {
   ExpertLoads loads = {};  ///< of every rank and every micro-batch
 };
 
-/// Steps rank `rank` of `ranks`. Without training.seq_len a row has few tokens, and no images. Errors:
-/// as train's, of configuration, contract and layout; as require_fit() for loads and as DryBatches;
-/// kConfig for more tokens than are counted.
+/// Steps rank `rank` of `ranks`. Without training.seq_len a row has few tokens, and no images.
+/// Errors: as train's, of configuration, contract and layout; as require_fit() for loads and as
+/// DryBatches; kConfig for more tokens than are counted.
 DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks,
                  const DryOptions& options = {});
 

@@ -73,8 +73,8 @@ std::vector<double> quotas_of(std::span<const double> shares, std::int64_t token
   }
 }
 
-/// A step through 0 to count - 1 that comes to each once, and in any run of places to all parts alike:
-/// near the golden section, without a common divisor.
+/// A step through 0 to count - 1 that comes to each once, and in any run of places to all parts
+/// alike: near the golden section, without a common divisor.
 std::int64_t golden_step(std::int64_t count) {
   constexpr double kGolden = 0.6180339887498949;
   auto step = std::max<std::int64_t>(1, std::llround(kGolden * static_cast<double>(count)));
@@ -162,8 +162,8 @@ void deal_experts(std::span<const double> shares, std::int64_t experts_per_token
                   std::span<std::int64_t> chosen) {
   const std::int64_t tokens = std::ssize(chosen) / experts_per_token;
   if (tokens == 0) return;
-  // Experts one after the other, each as long as it is chosen. A token takes places that lie `tokens`
-  // apart, and no expert is longer than that.
+  // Experts one after the other, each as long as it is chosen. A token takes places that lie
+  // `tokens` apart, and no expert is longer than that.
   std::vector<std::int64_t> line;
   const auto counts = tokens_of_experts(shares, tokens, experts_per_token);
   for (std::size_t e = 0; e < counts.size(); ++e) {

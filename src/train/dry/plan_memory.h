@@ -1,4 +1,4 @@
-// Counts what a plan of a run's steps goes by: the bytes that are there whatever it chooses, and what
+// Counts what a plan of a run's steps goes by: the bytes that every choice needs, and what
 // each layer leaves for its backward in each mode of recomputation, in dry steps.
 //
 // Three dry steps of eager actions, a mode each, of two micro-batches at most: the others are like

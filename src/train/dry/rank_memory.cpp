@@ -56,7 +56,7 @@ Config stepped_config(const Config& config, const ParallelDims& dims) {
   Config stepped = config;
   auto& training = stepped.training;
   const std::int64_t local = training.local_batch_size.value_or(1);
-  // What is counted, up to a score for each pair of positions, stays far within 64 bits.
+  // Counts, up to a score for each pair of positions, stay far within 64 bits.
   constexpr std::int64_t kMostPositions = std::int64_t{1} << 23;
   constexpr std::int64_t kMostPairs = std::int64_t{1} << 46;
   const std::int64_t positions = training.seq_len.value_or(1);
@@ -121,7 +121,7 @@ std::string to_string(const MemoryTable& table) {
   text += table_line("parameters", held.parameters, "stored shards");
   text += table_line("gradients", held.gradients, "sums on the shards");
   text += table_line("moments", held.moments, "of the optimizer");
-  text += table_line("master", held.master, "beside 16-bit shards");
+  text += table_line("master", held.master, "next to 16-bit shards");
   text += table_line("unsharded peak", held.unsharded, "units gathered at once");
   text += table_line("reductions", held.reductions, "gradients on their way, and blocks on hand");
   text += table_line("all of these", held.total(), "");

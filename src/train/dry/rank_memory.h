@@ -1,8 +1,9 @@
-// What a step takes of a rank's memory, counted in dry steps for any number of ranks: the table in
-// `inspect --contract`, as a value.
+// The memory that a step takes on a rank, counted in dry steps for any number of ranks: the table
+// in `inspect --contract`, as a value.
 //
 // The table is of rank 0, whose parts are the largest but for the gaps between parameters, or by
-// given loads of the rank whose experts are busiest. Not counted: the program and libtorch, and messages on their way between processes. docs/performance.md says what the lines depend on;
+// given loads of the rank whose experts are busiest. Not counted: the program and libtorch, and
+// messages on their way between processes. docs/performance.md says what the lines depend on;
 // tests/unit/train/memory_table_test.cpp counts the bytes of real runs. Next: dry_step.h.
 #pragma once
 
@@ -20,12 +21,12 @@
 
 namespace tessera::train {
 
-/// What is there whatever the batch is, in bytes of one rank.
+/// Memory that does not depend on the batch, in bytes of one rank.
 struct RankMemory {
   std::int64_t parameters = 0;  ///< the shards as they are stored, frozen ones too
   std::int64_t gradients = 0;   ///< what is summed and what the optimizer reads
   std::int64_t moments = 0;
-  std::int64_t master = 0;     ///< beside 16-bit shards
+  std::int64_t master = 0;     ///< next to 16-bit shards
   std::int64_t unsharded = 0;  ///< the most gathered parameters at once
   std::int64_t reductions =
       0;  ///< all other blocks of the pool: gradients on their way, blocks on hand
@@ -67,8 +68,8 @@ Config stepped_config(const Config& config, const ParallelDims& dims);
 /// The same with each layer recomputed in `mode`, without a plan that would choose.
 Config stepped_config(const Config& config, const ParallelDims& dims, RecomputeMode mode);
 
-/// `step`: of the busiest_rank() of rank 0 in stepped_config(); the other modes of recomputation are
-/// stepped here.
+/// `step`: of the busiest_rank() of rank 0 in stepped_config(); the other modes of recomputation
+/// are stepped here.
 MemoryTable memory_table(const Config& config, const ModelSource& source, const ParallelDims& dims,
                          const DryStep& step, const ExpertLoads& loads = {});
 

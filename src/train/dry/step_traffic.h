@@ -1,9 +1,10 @@
 // The bytes that a rank sends in a step, by kind, as a dry step of it counts them: what `inspect
 // --contract` prints, as a value, for any number of ranks.
 //
-// Control messages (norms, counts, agreements between ranks) are left out. Experts are chosen equally
-// often, or by the loads that the dry step was given. tests/unit/train/step_traffic_test.cpp counts the bytes of real runs. Next:
-// dry_step.h, ../../../docs/communication.md.
+// Control messages (norms, counts, agreements between ranks) are left out. Experts are chosen
+// equally often, or by the loads that the dry step was given.
+// tests/unit/train/step_traffic_test.cpp counts the bytes of real runs. Next: dry_step.h,
+// ../../../docs/communication.md.
 #pragma once
 
 #include <cstdint>

@@ -27,9 +27,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What users of the folder need beside the model: what transformers and tokenizers' own libraries
-/// save or read of tokenizers, of processors of images and sound, and of chat templates; their code,
-/// where the folder brings its own.
+/// Whether users of the folder need the file in addition to the model: files that transformers and
+/// tokenizers' own libraries save or read of tokenizers, of processors of images and sound, and of
+/// chat templates; their code, where the folder brings its own.
 bool belongs_to_a_processor(std::string_view name) {
   constexpr std::string_view kNames[] = {"special_tokens_map.json", "added_tokens.json",
                                          "normalizer.json", "generation_config.json",
@@ -91,7 +91,7 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
   }
   for (const models::BufferSpec& buffer : source.description.buffers) {
     const SourceTensor& stored = *source.folder->find(buffer.name);
-    // transformers keeps this one in fp32, too, whatever is asked for.
+    // transformers, too, always keeps this one in fp32.
     const DType dtype = models::HasExpertBias::is_stored_name(buffer.name)
                             ? DType::kFloat32
                             : options.dtype.value_or(stored.original);
@@ -100,7 +100,7 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
   return tensors;
 }
 
-/// What families have no place for: readers of the folder choose experts without it.
+/// Tensors that the families have no place for: readers of the folder choose experts without them.
 std::vector<std::string> left_out(const ModelSource& source) {
   std::vector<std::string> names;
   for (const auto& bias : stored_expert_biases(*source.folder, source.spec)) {
@@ -195,7 +195,7 @@ void write_export(const ExportPlan& plan, const fs::path& folder) {
 
 namespace {
 
-/// What peft puts before the names of the model.
+/// The prefix that peft puts before the names of the model.
 constexpr std::string_view kPeftPrefix = "base_model.model.";
 
 std::string last_component(const std::string& name) { return name.substr(name.rfind('.') + 1); }
@@ -312,7 +312,7 @@ class Products {
            source_->spec.moe->layout == models::ExpertLayout::kInOut;
   }
 
-  /// Of a matrix of the layer.
+  /// Sizes of a matrix of the layer.
   std::pair<std::int64_t, std::int64_t> sizes_of(const std::string& layer) const {
     const auto& a = source_->adapters->find(models::adapter_a(layer))->shape;
     const auto& b = source_->adapters->find(models::adapter_b(layer))->shape;
@@ -353,8 +353,8 @@ struct PeftTensor {
   As as = As::kA;  ///< of a product of experts
   bool of_experts = false;
 
-  /// Of the whole tensor as we have it. peft stacks the experts' A, [E * rank, in], and has of B
-  /// [out, rank * E] the experts innermost.
+  /// Arranges the whole tensor, as it is here, for peft: the experts' A are stacked, [E * rank,
+  /// in], and B is [out, rank * E] with the experts innermost.
   at::Tensor arranged(const at::Tensor& whole) const {
     if (!of_experts) return whole;
     const bool is_a = ours == models::adapter_a(layer());
@@ -365,8 +365,8 @@ struct PeftTensor {
   std::string layer() const { return models::adapted_layer(ours); }
 };
 
-/// peft wraps a module once a parameter, transformers' order of them from the inside out: where both
-/// products of a module's experts have an adapter, that of the first is inside.
+/// peft wraps a module once a parameter, transformers' order of them from the inside out: where
+/// both products of a module's experts have an adapter, that of the first is inside.
 std::string module_in_peft(const ModelSource& source, const std::string& layer) {
   const std::string module = layer.substr(0, layer.rfind('.'));
   const std::string second = concat(module, ".down_proj");

@@ -1,8 +1,8 @@
 // A model as a Hugging Face folder that transformers loads: config.json in the hub's spelling,
-// safetensors files, tokenizer and processors of the folder that training began with. Adapters as other
-// programs take them: peft's files, or merged into the model they were trained beside.
+// safetensors files, tokenizer and processors of the folder that training began with. Adapters as
+// other programs take them: peft's files, or merged into the model that they were trained with.
 //
-// What will be written is a value, planned and refused before the first byte; writing goes tensor
+// The files to write are a value, planned and refused before the first byte; writing goes tensor
 // by tensor in small parts, so that no model is ever in memory. Next: io/hf_folder.h.
 #pragma once
 
@@ -47,7 +47,7 @@ struct ExportPlan {
 /// outlive the plan; a checkpoint's files are verified, so that a damaged one is refused before
 /// anything is written. Errors: kFormat naming such a file, for tensors that are not the model's or
 /// the adapters', or not floating, or for a tokenizer file that is a link out of its folder;
-/// kConfig for another model than the adapters were trained beside; kIo.
+/// kConfig for another model than the adapters were trained with; kIo.
 ExportPlan plan_export(const ModelSource& source, const ExportOptions& options);
 
 /// Writes the files of the plan into `folder`, which is there. Errors: kIo; kFormat for a value

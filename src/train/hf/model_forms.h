@@ -15,7 +15,7 @@ using checkpointing::FileForm;
 using checkpointing::FileForms;
 
 FileForm file_form(const models::ParameterSpec& parameter);
-/// What the table does not have is one tensor (an adapter).
+/// A parameter that the table does not have is one tensor (an adapter).
 FileForms file_forms(const std::vector<models::ParameterSpec>& table);
 
 /// The hidden matrices of the text's layers, adapters among them: each matrix as files have it,
@@ -28,8 +28,8 @@ fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& tabl
 /// The fused weights that `rules` (OptimizerRule::split_fused) step as one matrix.
 std::vector<std::string> fused_as_one(const std::vector<models::ParameterSpec>& table,
                                       const std::vector<OptimizerRule>& rules);
-/// Refuses split_fused in a rule where it would have no effect. Errors: kConfig for an optimizer that
-/// steps no matrix as a whole; kContract where the rule, or one of its patterns if it asks for
+/// Refuses split_fused in a rule where it would have no effect. Errors: kConfig for an optimizer
+/// that steps no matrix as a whole; kContract where the rule, or one of its patterns if it asks for
 /// nothing else, matches no fused weight.
 void check_split_fused(const std::vector<models::ParameterSpec>& table,
                        const std::vector<OptimizerRule>& rules, fsdp::OptimizerName optimizer);

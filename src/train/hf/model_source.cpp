@@ -69,7 +69,7 @@ LoraSpec lora_of(const CheckpointLora& kept, const models::ModelSpec& spec,
   return lora;
 }
 
-/// The adapters, beside the model that they were trained beside.
+/// Opens the adapters, with the model that they were trained with.
 ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
                           const LoraRequest& lora, Purpose purpose) {
   TESSERA_CHECK(lora.rank == 0, ErrorKind::kConfig, "lora.rank: found ", lora.rank,
@@ -78,12 +78,12 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   TESSERA_CHECK(!model.freeze, ErrorKind::kConfig,
                 "model.freeze: found a list for a checkpoint of adapters (",
                 printable(model.path, 1024),
-                "), expected none: all of the model beside them is frozen; leave it out");
+                "), expected none: all of their model is frozen; leave it out");
   const CheckpointManifest& manifest = adapters.manifest();
   ModelConfig base = model;
   base.path = manifest.model_path;
   TESSERA_CHECK(!base.path.empty() && !adapters_at(base), ErrorKind::kFormat,
-                printable(model.path, 1024), ": found adapters beside ",
+                printable(model.path, 1024), ": found adapters for ",
                 base.path.empty() ? std::string("no model") : printable(base.path, 1024),
                 ", expected a whole model");
   ModelSource source = open_model(base, {}, purpose);
@@ -102,7 +102,8 @@ bool predicts(const TensorSource& folder, const models::ParsedSpec& parsed, std:
   return layer && folder.find(concat("model.layers.", *layer, ".eh_proj.weight")) != nullptr;
 }
 
-/// By the names of the family's modules, without what is no part of the model, which is said.
+/// Names the tensors as the family's modules do; tensors that are no part of the model are left out
+/// and logged.
 void name_as_modules(const models::ParsedSpec& parsed, ModelSource& source) {
   const models::FamilyTraits& family = models::traits(parsed.spec.family);
   bool predicting = false;
@@ -181,8 +182,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Where the run of this folder keeps its checkpoints; none where it is no run's. As its config.toml
-/// says, but inside the folder where they were inside: it may have been moved.
+/// Where the run of this folder keeps its checkpoints; none where it is no run's. As its
+/// config.toml says, but inside the folder where they were inside: it may have been moved.
 std::optional<fs::path> checkpoints_of_run(const fs::path& path) {
   std::error_code ignored;
   const fs::path usual = path / CheckpointConfig().folder;
@@ -195,7 +196,7 @@ std::optional<fs::path> checkpoints_of_run(const fs::path& path) {
       const bool elsewhere = inside.empty() || *inside.begin() == "..";
       return elsewhere ? fs::path(run.checkpoint.folder) : path / inside;
     } catch (const Error&) {
-      // Of another version, or somebody else's.
+      // Written by another version, or by another program.
     }
   }
   if (CheckpointStore(usual).steps().empty()) return std::nullopt;
@@ -213,8 +214,9 @@ std::optional<fs::path> checkpoints_at(const fs::path& path) {
 }
 
 /// The step that model.path stood for when the run of this folder began, as its own config.toml
-/// says, where it goes on from a checkpoint: the other run may have come further since, and adapters
-/// belong to the model beside which they were trained. None where that step is not there any more.
+/// says, where it resumes from a checkpoint: the other run may have come further since, and
+/// adapters belong to the model that they were trained with. None where that step is not there any
+/// more.
 std::optional<fs::path> taken_at_first(const Config& run) {
   const auto folder = checkpoints_at(run.model.path);
   const fs::path own = fs::path(run.job.dump_folder.value_or("")) / "config.toml";
@@ -305,7 +307,7 @@ std::string line_of(const std::string& name, const SourceTensor& tensor, const H
   return text + "\n" + to_string(hash) + "\n";
 }
 
-/// Of the `rank`-th of every `ranks` tensors, in their order.
+/// Hashes of the `rank`-th of every `ranks` tensors, in their order.
 std::vector<Hash128> hashes_of(const TensorSource& folder, int rank, int ranks) {
   std::vector<Hash128> hashes;
   int number = 0;
@@ -330,7 +332,7 @@ Hash128 combined(const TensorSource& folder, const std::vector<std::vector<Hash1
 
 Hash128 tensors_hash(const TensorSource& folder, World& world) {
   std::string mine;
-  comm::on_all_or_none(world, "reading the model beside the adapters", [&] {
+  comm::on_all_or_none(world, "reading the model of the adapters", [&] {
     for (const Hash128& hash : hashes_of(folder, world.rank(), world.size())) {
       mine += to_string(hash);
     }
@@ -351,8 +353,8 @@ void check_base(const ModelSource& source, World& world) {
   const Hash128 found = tensors_hash(*source.folder, world);
   TESSERA_CHECK(found == *source.base_hash, ErrorKind::kConfig, shown(source.folder->path()),
                 ": found tensors with the hash ", to_string(found), ", expected ",
-                to_string(*source.base_hash), ", those of the model beside which the adapters of ",
-                shown(source.adapters->path()), " were trained; put that model back");
+                to_string(*source.base_hash), ", those of the model that the adapters of ",
+                shown(source.adapters->path()), " were trained with; put that model back");
 }
 
 }  // namespace tessera::train

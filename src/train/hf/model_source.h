@@ -1,6 +1,6 @@
-// What the config's model section names, opened: a folder with weights, Hugging Face's or a
-// checkpoint of a run, or a config.json alone; and whether it is the model that adapters were
-// trained beside: they mean nothing next to another one. Next: weights.h.
+// Opens the model that the config's model section names: a folder with weights, Hugging Face's or a
+// checkpoint of a run, or a config.json alone; and checks that it is the model that adapters were
+// trained with: they mean nothing with another one. Next: weights.h.
 #pragma once
 
 #include <filesystem>
@@ -20,12 +20,12 @@
 
 namespace tessera::train {
 
-/// What a model is read for, and contracts resolved: inference trains nothing, so nothing is
-/// refused for its gradients.
+/// The purpose for which a model is read, and contracts resolved: inference trains nothing, so
+/// nothing is refused for its gradients.
 using models::Purpose;
 
-/// What the config's model section names: a folder with weights (Hugging Face's, or a checkpoint of
-/// a run), or a config.json alone.
+/// The model that the config's model section names: a folder with weights (Hugging Face's, or a
+/// checkpoint of a run), or a config.json alone.
 struct ModelSource {
   models::ModelSpec spec;
   models::ModelDescription description;        ///< of the whole model, adapters included
@@ -35,26 +35,26 @@ struct ModelSource {
   /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
   /// checkpoint began with; empty where training began from scratch.
   std::filesystem::path origin;
-  /// Adapters beside the model, which is frozen then.
+  /// Adapters of the model, which is frozen then.
   LoraSpec lora;
   /// Where the adapters are trained already: a checkpoint of them (`folder` is the model they were
-  /// trained beside), and what that model's tensors must be (tensors_hash).
+  /// trained with), and what that model's tensors must be (tensors_hash).
   std::shared_ptr<const TensorSource> adapters;
   std::optional<Hash128> base_hash;
 };
-/// Reads no weight: whoever does verifies a checkpoint's files (verify_weights). A checkpoint of
-/// adapters brings the model they were trained beside along. Errors: kIo, kFormat, kConfig: see
+/// Reads no weight: a caller that does verifies a checkpoint's files (verify_weights). A checkpoint
+/// of adapters brings the model that they were trained with. Errors: kIo, kFormat, kConfig: see
 /// HfFolder, CheckpointFolder, models::parse_spec and models::plan_lora.
 ModelSource open_model(const ModelConfig& model, const LoraRequest& lora = {},
                        Purpose purpose = Purpose::kTraining);
 
-/// Where `path` is a RUN folder, or one of checkpoints: its latest checkpoint, which is said with the
-/// `key` that asked for it. Else `path`. Errors: kIo, kFormat for a RUN without a whole one.
+/// Where `path` is a RUN folder, or one of checkpoints: its latest checkpoint, which is logged with
+/// the `key` that asked for it. Else `path`. Errors: kIo, kFormat for a RUN without a whole one.
 std::string newest_checkpoint(const std::string& path, std::string_view key);
-/// The same of model.path, on all ranks as rank 0 finds it: the run may still be saving. Collective.
-/// Errors: on all ranks alike.
+/// The same of model.path, on all ranks as rank 0 finds it: the run may still be saving.
+/// Collective. Errors: on all ranks alike.
 void take_newest_checkpoint(ModelConfig& model, World& world, std::string_view key);
-/// The same of the model.path of a run in its folder. One that goes on from a checkpoint keeps the
+/// The same of the model.path of a run in its folder. One that resumes from a checkpoint keeps the
 /// step that it began with, which its own config.toml has. Collective. Errors: on all ranks alike.
 void take_checkpoint_of_run(Config& run, World& world);
 

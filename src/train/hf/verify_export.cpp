@@ -39,7 +39,7 @@ struct Difference {
   double expected = 0.0;
 };
 
-/// Of the written elements from those of the source, in the dtype that is written.
+/// The difference of the written elements from those of the source, in the dtype that is written.
 Difference difference(const ExportPlan& plan, const HfTensors& written, const TensorSpec& tensor,
                       std::optional<DType>& source) {
   Difference result;

@@ -27,8 +27,8 @@ struct ComparedTensor {
   std::string says;
 };
 
-/// The tensors of the plan in its order, then those of `folder` that the plan does not have. Errors:
-/// as HfFolder::open for `folder`; those of plan.read.
+/// The tensors of the plan in its order, then those of `folder` that the plan does not have.
+/// Errors: as HfFolder::open for `folder`; those of plan.read.
 std::vector<ComparedTensor> compare_export(const ExportPlan& plan,
                                            const std::filesystem::path& folder);
 

@@ -43,7 +43,7 @@ void check_shape(const TensorSource& folder, const std::string& name,
                 " from config.json");
 }
 
-/// What the names of stacked tensors begin with: "model.layers.0.mlp.experts.".
+/// The common prefix of the names of stacked tensors: "model.layers.0.mlp.experts.".
 std::string_view stem_of(const models::ParameterSpec& parameter) {
   const std::string_view first = parameter.stacked.front();
   const std::string_view last = parameter.stacked.back();
@@ -77,7 +77,7 @@ void check_stacked(const TensorSource& folder, const models::ParameterSpec& para
   }
 }
 
-/// What a tensor that the model does not have was most likely meant as.
+/// The most likely meaning of a tensor that the model does not have.
 std::string meaning_of(const std::string& name, const std::vector<models::ParameterSpec>& table) {
   for (const auto& parameter : table) {
     if (parameter.stacked.empty()) continue;
@@ -283,7 +283,7 @@ void load_buffers(const ShardedBase& model, const TensorSource& folder) {
   const at::NoGradGuard no_grad;
   for (auto& view : model.buffers()) {
     const auto& contract = *view.contract;
-    // What training adds (expert_bias.h) begins with the zeros that it was made with.
+    // Buffers that training adds (expert_bias.h) keep the zeros that they were made with.
     if (folder.find(contract.name) == nullptr) continue;
     view.tensor.set_data(read_elements(folder, contract.name, 0, view.tensor.numel())
                              .to(view.tensor.device(), to_scalar_type(contract.storage))

@@ -1,5 +1,5 @@
 // Weights: read from a folder or drawn, of a sharded model by each rank only the ranges that it
-// owns, whatever the layout; and that a folder holds what config.json describes, from its headers
+// owns, in any layout; and that a folder holds what config.json describes, from its headers
 // alone.
 #pragma once
 
@@ -29,7 +29,7 @@ void check_tensors(const ModelSource& source);
 void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table,
                    const std::vector<models::BufferSpec>& buffers);
 
-/// What is thrown for a tensor of the folder ("tensor", "buffer") whose dtype nothing computes in.
+/// The error for a tensor of the folder ("tensor", "buffer") whose dtype is not one to compute in.
 Error not_floating(const TensorSource& folder, std::string_view what, const std::string& name,
                    DType dtype);
 
@@ -62,7 +62,7 @@ void load_weights(const ShardedBase& model, const TensorSource& folder, const Fi
 /// Not collective.
 void load_buffers(const ShardedBase& model, const TensorSource& folder);
 
-/// Units: elements copied at a time; what loading holds beside the weights themselves.
+/// Units: elements copied at a time; what loading holds in addition to the weights themselves.
 inline constexpr std::int64_t kLoadChunk = std::int64_t{1} << 20;
 
 /// Draws the parameters of that kind, all of which the table must have. Element i of parameter p

@@ -1,6 +1,6 @@
-// What a rank of a pipeline shards, and the memory that a step of it takes, counted in dry steps:
-// plan and tables of `inspect --contract`, a column for each rank. Next: pipeline_plan.h,
-// ../dry/rank_memory.h.
+// The parameters that a rank of a pipeline shards, and the memory that its step takes, counted in
+// dry steps: plan and tables of `inspect --contract`, a column for each rank. Next:
+// pipeline_plan.h, ../dry/rank_memory.h.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct RankPlan {
   std::vector<Stage> stages;  ///< in the order of the model
 };
 
-/// Of each rank of axis pp. `contracts` as resolve_model gives them for `mesh`.
+/// The plan of each rank of axis pp. `contracts` as resolve_model gives them for `mesh`.
 std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
                                  const std::vector<GradContract>& contracts, const MeshShapes& mesh,
                                  const PipelinePlan& pipeline);
@@ -54,13 +54,13 @@ struct PipelineMemory {
   std::string images = {};  ///< images_text()
 };
 
-/// `steps`: of the busiest_rank() of the first rank of each place on axis pp, in stepped_config(); the
-/// other modes of recomputation are stepped here.
+/// `steps`: of the busiest_rank() of the first rank of each place on axis pp, in stepped_config();
+/// the other modes of recomputation are stepped here.
 PipelineMemory pipeline_memory(const Config& config, const ModelSource& source,
                                const ParallelDims& dims, const PipelinePlan& pipeline,
                                const std::vector<DryStep>& steps, const ExpertLoads& loads = {});
 
-/// A line a row, a column a rank; up to eight beside each other.
+/// A line a row, a column a rank; up to eight next to each other.
 std::string to_string(const PipelineMemory& memory);
 
 }  // namespace tessera::train

@@ -2,9 +2,9 @@
 // what each rank does in which order.
 //
 // It follows from configuration, model and number of micro-batches alone, so that every rank works
-// out the same one and `inspect --contract` shows it for any number of ranks. Nobody is asked and
-// nothing is allocated. Next: pipeline/schedule.h, pipeline/split.h, config/config_resolve.h for the
-// number of micro-batches.
+// out the same one and `inspect --contract` shows it for any number of ranks. No rank is asked and
+// nothing is allocated. Next: pipeline/schedule.h, pipeline/split.h, config/config_resolve.h for
+// the number of micro-batches.
 #pragma once
 
 #include <cstdint>
@@ -29,23 +29,23 @@ namespace tessera::train {
 struct PipelinePlan {
   std::string name;  ///< of the schedule: its kind, or the file it comes from
   pipeline::Schedule schedule;
-  /// Of a file that says when messages are sent: they stand where it says. None: they follow.
+  /// The messages of a file that says when they are sent. None: they follow from the schedule.
   std::optional<pipeline::Program> own_messages = {};
   pipeline::Split split;
   std::vector<double> costs;  ///< of each stage: operations of a forward, per token
   PipelineReshard reshard = PipelineReshard::kStep;
   pipeline::Overlap overlap = pipeline::Overlap::kExperts;
-  /// What is valid, but worth saying once: a file that leaves the order of micro-batches.
+  /// Remarks on what is valid, but logged once: a file that leaves the order of micro-batches.
   std::vector<std::string> remarks = {};
   bool operator==(const PipelinePlan&) const = default;
 };
 
 /// A line for the whole and one a stage.
 std::string to_string(const PipelinePlan& plan);
-/// Of everything that ranks have to agree on. The same on every machine for equal plans.
+/// A hash of everything that ranks have to agree on. The same on every machine for equal plans.
 std::uint64_t hash(const PipelinePlan& plan);
 
-/// What of a step's batch counts here.
+/// The sizes of a step's batch that count here.
 struct PipelineBatch {
   std::int64_t micro_batches = 1;
   /// T; 0 = not known: then attention's products count for nothing in the costs of layers.
@@ -70,9 +70,10 @@ void note_copies(const PipelinePlan& plan, const models::ModelDescription& model
 pipeline::LayerCosts layer_costs(const models::ModelSpec& spec,
                                  const models::ModelDescription& model, std::int64_t row_tokens);
 
-/// What a micro-batch costs on a rank where one operation costs `of_operation`: a forward, as many
-/// operations for the input gradients, with another forward where layers are recomputed (of mode
-/// selective capture::kSelectiveShare of one), and for the weight gradients. Needs training.seq_len.
+/// The costs of a micro-batch on a rank where one operation costs `of_operation`: a forward, as
+/// many operations for the input gradients, with another forward where layers are recomputed (of
+/// mode selective capture::kSelectiveShare of one), and for the weight gradients. Needs
+/// training.seq_len.
 pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int tp,
                             double of_operation);
 

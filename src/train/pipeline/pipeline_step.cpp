@@ -23,7 +23,7 @@ using pipeline::Boundary;
 using pipeline::BoundaryTensor;
 using pipeline::Tensors;
 
-/// What the last stage of a step is to give.
+/// The result that the last stage of a step gives.
 enum class Wanted : std::uint8_t { kLoss, kLogits };
 
 /// One stage of a language model.

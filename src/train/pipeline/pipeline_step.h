@@ -1,8 +1,8 @@
 // The pipeline of a run at work: the stages of this rank's model, run micro-batch by micro-batch by
 // the schedule, for training, for validation and for logits.
 //
-// What a stage of a language model hands on is the stream; with an auxiliary loss also how often
-// experts were chosen so far, whose total the last stage knows and sends back beside the gradients:
+// A stage of a language model passes the residual stream on; with an auxiliary loss also how often
+// experts were chosen so far, whose total the last stage knows and sends back with the gradients:
 // each stage then differentiates its own routers' probabilities by the same numbers as a model
 // without a pipeline. Next: pipeline_plan.h for the schedule, pipeline/runner.h, ../step.h.
 #pragma once
@@ -25,18 +25,18 @@
 
 namespace tessera::train {
 
-/// What crosses the borders between a model's stages, beyond the rows of a micro-batch.
+/// The stream between a model's stages, beyond the rows of a micro-batch.
 struct StreamBorders {
   at::ScalarType dtype = at::kFloat;  ///< of the stream
   std::int64_t sequence_parts = 1;    ///< of T: a rank of tp has one of them (sequence parallel)
-  /// Of each stage but the last: whether a gradient comes back, since something before is trained.
+  /// For each stage but the last: whether a gradient comes back, since a layer before is trained.
   std::vector<bool> has_gradient;
 };
 /// `contract`: of the whole model.
 StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
                              const models::ModelDescription& model, const ModelContract& contract);
 
-/// Of one step.
+/// The rows of one step.
 struct StepOfStages {
   std::vector<MicroBatch> batches;  ///< where the model is; their tensors are shared
   std::vector<RowRange> rows;
@@ -56,8 +56,8 @@ class PipelineOfRun {
 
   const PipelinePlan& plan() const { return plan_; }
 
-  /// All micro-batches, forward and backward: gradients stand on the shards afterwards. What each
-  /// stage of this rank has found. Collective. Errors: as pipeline::Runner::run.
+  /// Runs all micro-batches, forward and backward: the shards have gradients afterwards. Returns
+  /// what each stage of this rank has found. Collective. Errors: as pipeline::Runner::run.
   std::vector<Found> forward_backward(const StepOfStages& step);
   /// The losses alone, of any number of micro-batches. Collective.
   std::vector<Found> forward_only(const StepOfStages& step);

@@ -20,8 +20,8 @@ std::vector<std::string> components_of(const std::string& name) {
 /// "model.norm" of "model.norm.weight".
 std::string module_of(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
-/// What of the model a parameter is: the child of its layer, or the module outside of layers, where
-/// the description says nothing better.
+/// The role of a parameter in the model: the child of its layer, or the module outside of layers,
+/// where the description says nothing better.
 std::string role_of(const models::ParameterSpec& row, const std::set<std::string>& norms) {
   if (row.part == models::ModelPart::kVision) return "vision";
   if (row.part == models::ModelPart::kRouter) return "router";

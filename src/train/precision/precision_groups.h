@@ -1,8 +1,8 @@
 // Groups of parameters that a user would write one [[precision.rule]] for, read off the model's own
 // description: embedding, norms, attention, MLP, router, experts, head; each over all layers.
 //
-// Pure. Whatever computes in the same dtype under every policy (a family's pins, adapters) is in no
-// group. Next: precision_search.h.
+// Pure. A parameter that computes in the same dtype under every policy (a family's pins, adapters)
+// is in no group. Next: precision_search.h.
 #pragma once
 
 #include <cstddef>

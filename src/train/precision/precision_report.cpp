@@ -29,7 +29,7 @@ std::string worst_text(const WorstError& worst, const std::vector<std::string>& 
   return concat(number_text(worst.error), " (", names[worst.parameter], ")");
 }
 
-/// Of all parameters, held to the bound or not.
+/// The largest error of all parameters, held to the bound or not.
 WorstError largest(const ParameterErrors& errors) {
   return worst_error(errors, std::vector<bool>(errors.size(), true));
 }
@@ -39,7 +39,7 @@ void print_noise(std::ostream& out, const WhatIfReport& report) {
       << worst_text(largest(report.table.wide_noise), report.names)
       << ",\n  and errors in bfloat16 by at most "
       << worst_text(largest(report.table.narrow_noise), report.names)
-      << "; roundings that\n  fall anew where a group is widened make errors grow by at most "
+      << "; roundings that\n  change where a group is widened make errors grow by at most "
       << worst_text(largest(noise_of(report.table)), report.names) << '\n';
   const auto held = held_parameters(report.table, report.bound);
   for (std::size_t p = 0; p < held.size(); ++p) {
@@ -293,7 +293,7 @@ std::string to_text(const WhatIfReport& report) {
   out << "precision what-if: " << count_text(std::ssize(report.names), "gradient") << " of "
       << count_text(report.rows, "row") << " of " << count_text(report.tokens, "token") << " on "
       << count_text(report.ranks, "rank") << ", " << report.passes
-      << " passes; error = |g - g32| / |g32| beside all in float32\n";
+      << " passes; error = |g - g32| / |g32| compared with all in float32\n";
   print_noise(out, report);
   print_groups(out, report);
   print_routing(out, report);

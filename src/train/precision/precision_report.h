@@ -1,4 +1,4 @@
-// What `tessera gradients --precision-what-if` has found, as a value, as text and as JSON.
+// The findings of `tessera gradients --precision-what-if`, as a value, as text and as JSON.
 //
 // Pure. Next: precision_what_if.h.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace tessera::train {
 
-/// One run of the batch beside the one in float32.
+/// One run of the batch compared with the one in float32.
 struct MeasuredPolicy {
   ParameterErrors errors = {};  ///< [P], relative L2
   double loss = 0;
@@ -39,8 +39,8 @@ struct PolicyCost {
 /// Without what only a run knows: contracts of `policy`.
 PolicyCost cost_of(const ModelContract& contract);
 
-/// Bytes that each group adds where it alone is wide, beside `narrow`: to its own parameters, and to
-/// the activations of a rank, which an embedding in float32 doubles.
+/// Bytes that each group adds where it alone is wide, compared with `narrow`: to its own
+/// parameters, and to the activations of a rank, which an embedding in float32 doubles.
 struct GroupCosts {
   std::vector<std::int64_t> bytes = {};  ///< [G], at least 0
   /// Activations are among them: of all groups, or of none where one is not counted, since a group

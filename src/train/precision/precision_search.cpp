@@ -125,7 +125,7 @@ class Search {
     return std::nullopt;
   }
 
-  /// What the squares of the held errors lose above the square of the bound.
+  /// How far the squares of the held errors exceed the square of the bound.
   double excess(double square) const { return std::max(0.0, square - square_of(problem_.bound)); }
 
   double measured_gain(std::size_t group) const {

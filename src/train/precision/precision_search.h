@@ -29,17 +29,17 @@ struct ErrorTable {
   std::size_t groups() const { return widened.size(); }
 };
 
-/// Whether a parameter is held to the bound: not where its gradient is itself noise, so that float32
-/// alone moves it by more.
+/// Whether a parameter is held to the bound: not where its gradient is itself noise, so that
+/// float32 alone moves it by more.
 std::vector<bool> held_parameters(const ErrorTable& table, double bound);
 
-/// What differences of errors may be chance alone, by parameter: that of the order of additions, and
-/// the most that any error grew where a group was widened. Widening removes roundings; an error that
-/// grows all the same has been drawn anew.
+/// Differences of errors that may be chance alone, by parameter: those of the order of additions,
+/// and the most that any error grew where a group was widened. Widening removes roundings; an error
+/// that grows all the same has been drawn again.
 ParameterErrors noise_of(const ErrorTable& table);
 
-/// The parameter of the largest error among those that are held, and that error; the first one among
-/// equals. Without any held parameter the error is 0.
+/// The parameter of the largest error among those that are held, and that error; the first one
+/// among equals. Without any held parameter the error is 0.
 struct WorstError {
   std::size_t parameter = 0;
   double error = 0;
@@ -80,8 +80,8 @@ using Measure = std::function<ParameterErrors(const WideGroups& wide)>;
 FoundPolicy cheapest_policy(const PolicyProblem& problem, const Measure& measure);
 
 /// Whether each group's gradients may travel in bfloat16. `errors`: of the policy with float32 on
-/// the wire; `wire`: of all groups in float32 with bfloat16 on the wire, which changes a parameter's
-/// own gradient alone. `groups`: places of their parameters.
+/// the wire; `wire`: of all groups in float32 with bfloat16 on the wire, which changes a
+/// parameter's own gradient alone. `groups`: places of their parameters.
 std::vector<bool> narrow_wires(const ParameterErrors& errors, const ParameterErrors& wire,
                                const std::vector<std::vector<std::size_t>>& groups,
                                const std::vector<bool>& held, double bound);

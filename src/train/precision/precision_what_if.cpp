@@ -29,8 +29,8 @@
 namespace tessera::train {
 namespace {
 
-/// The rows of another batch, each twice in one micro-batch: the mean loss and its gradients are the
-/// same, but sums over tokens are formed in another order.
+/// The rows of another batch, each twice in one micro-batch: the mean loss and its gradients are
+/// the same, but sums over tokens are formed in another order.
 class RowsTwice final : public BatchSource {
  public:
   explicit RowsTwice(const BatchSource& once) : once_(once) {}
@@ -138,7 +138,7 @@ class Reference {
     return all;
   }
 
-  /// Of what several stages have the first counts.
+  /// The errors of all parameters; of a parameter that several stages have the first one counts.
   static ParameterErrors errors_of(const std::vector<std::vector<Squares>>& all) {
     ParameterErrors errors;
     for (std::size_t p = 0; p < all.front().size(); ++p) {
@@ -305,7 +305,7 @@ class Runs {
   std::int64_t passes_ = 0;
 };
 
-/// A rule for each group, whatever the file records of its parameters.
+/// A rule for each group, over all that the file records of its parameters.
 std::vector<PrecisionRule> rules_of(const std::vector<PrecisionGroup>& groups,
                                     const WideGroups& wide, const std::vector<bool>& narrow_wire) {
   std::vector<PrecisionRule> rules;
@@ -390,10 +390,10 @@ void check_request(const WhatIfRequest& request) {
   const auto& config = request.config;
   TESSERA_CHECK(config.compile.mode == CompileChoice::kOff, ErrorKind::kConfig,
                 "compile.mode: found ", word_of(config.compile.mode),
-                ", expected off beside --precision-what-if, which runs each policy once");
+                ", expected off with --precision-what-if, which runs each policy once");
   TESSERA_CHECK(config.lora.dropout == 0.0, ErrorKind::kConfig, "lora.dropout: found ",
                 config.lora.dropout,
-                ", expected 0 beside --precision-what-if: what is drawn is no rounding");
+                ", expected 0 with --precision-what-if: what is drawn is no rounding");
 }
 
 /// The candidates of one group each, and the noise that they are judged by.

@@ -1,4 +1,5 @@
-// What a run says before its first step: what it is about to do, and what most likely is not meant.
+// The lines of a run before its first step: what it is about to do, and what is most likely a
+// mistake.
 //
 // Texts alone, of values that the trainer hands over; who prints them is rank 0. Pure. Next:
 // progress.h for what is said while it runs.
@@ -37,8 +38,8 @@ struct RunFacts {
   int devices_for_ranks = 0;
 };
 
-/// One line each, their values below each other: parameters, layout, tokens, dtypes, steps, and where
-/// it computes: the device, of the CPU with its kernels.
+/// One line each, their values below each other: parameters, layout, tokens, dtypes, steps, and
+/// where it computes: the device, of the CPU with its kernels.
 std::vector<std::string> banner(const RunFacts& run);
 /// A line of it that is said by itself: the run folder's, before what may take minutes.
 std::string banner_line(const std::string& name, const std::string& value);
@@ -55,8 +56,8 @@ std::optional<std::string> slow_bf16(const std::vector<GradContract>& parameters
 std::optional<std::string> long_rows(std::int64_t row_tokens, std::int64_t positions,
                                      const ModelConfig& model);
 
-/// What of the schedule the run's steps leave no room for: a warm-up that is longer than the run, a
-/// decay that is longer than what the warm-up leaves.
+/// The keys of the schedule that the run's steps leave no room for: a warm-up that is longer than
+/// the run, a decay that is longer than what the warm-up leaves.
 std::vector<std::string> short_run(const Config& config);
 
 /// The keys that are set and that the run's optimizer does not have.

@@ -29,8 +29,8 @@ std::vector<std::string> lines_of_ranks(const ShardedBase& model, const std::str
                                         const std::string& what);
 
 /// Looks at the dtype of every result while `forward` runs, without gradients. Collective. Errors,
-/// on all ranks alike: FoundProblems (kContract) when any rank found one that leaves its unit's; all
-/// are listed in the log before.
+/// on all ranks alike: FoundProblems (kContract) when any rank found one that leaves its unit's;
+/// all are listed in the log before.
 void check_dtypes(const ShardedBase& model, const std::function<void()>& forward);
 
 /// Collective. Errors, on all ranks alike: FoundProblems (kContract) naming the parameters.

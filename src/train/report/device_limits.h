@@ -1,5 +1,5 @@
-// What a device can do at most, by what is known of it: refused where that is too little, reported
-// where it is a measure.
+// The limits of known devices: refused where they are too little, reported where they are a
+// measure.
 //
 // Pure: who it is says comm/device.h. Next: metrics.h.
 #pragma once
@@ -17,7 +17,7 @@ namespace tessera::train {
 /// for a name that is not in the table.
 std::optional<double> peak_flops(std::string_view device_name);
 
-/// `capability` of CUDA, 90 for 9.0; 0: nobody knows. Errors: kConfig where a parameter computes in
+/// `capability` of CUDA, 90 for 9.0; 0: unknown. Errors: kConfig where a parameter computes in
 /// bfloat16 or float16 and the device has no products in the one, or no attention in the other.
 void require_16_bits(const std::vector<GradContract>& parameters, std::string_view device_name,
                      int capability);

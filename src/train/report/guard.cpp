@@ -38,7 +38,8 @@ std::uint64_t hash_of(const BatchSource& data, const std::vector<RowRange>& rows
   return hasher.digest();
 }
 
-/// What this rank holds: by a key that ranks with the same elements share, its name and its hash.
+/// The tensors of this rank: by a key that ranks with the same elements share, their names and
+/// hashes.
 class Held {
  public:
   Held(const ShardedBase& model, const Optimizer& optimizer, std::uint64_t tokens)
@@ -66,7 +67,7 @@ class Held {
         "state of the random numbers", hash_of(at::detail::getDefaultCPUGenerator().get_state()));
   }
 
-  /// What differs among the ranks of an axis, a line each.
+  /// The tensors that differ among the ranks of an axis, a line each.
   std::vector<std::string> differing_on(std::string_view axis) const {
     if (mesh_.size_of(axis) == 1) return {};
     const Group group = mesh_.group(axis);
@@ -101,8 +102,8 @@ class Held {
   }
 
  private:
-  /// "rank 3 has other bits than ranks 0, 1, 2"; empty where all have the same. Those that most have
-  /// are right, of as many the first rank's.
+  /// "rank 3 has other bits than ranks 0, 1, 2"; empty where all have the same. Those that most
+  /// have are right, of as many the first rank's.
   static std::string differing_ranks(const std::vector<std::pair<int, std::uint64_t>>& hashes) {
     const auto count = [&](std::uint64_t hash) {
       return std::ranges::count(hashes, hash, [](const auto& one) { return one.second; });
@@ -163,7 +164,7 @@ void compare_replicas(const ShardedBase& model, const Optimizer& optimizer, cons
              " tensors that differ between ranks that must have the same: ", shown,
              lines.size() > kShown ? "...; " : "",
              "expected the same bits: a sum left a rank out, or a rank's memory or data is "
-             "damaged. Go on from the last checkpoint before, and set debug.check_placements = "
+             "damaged. Resume from the last checkpoint before, and set debug.check_placements = "
              "true if it comes back"));
 }
 

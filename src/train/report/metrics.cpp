@@ -29,7 +29,7 @@ std::string formatted(const char* format, Args... args) {
 }  // namespace
 
 std::string with_thousands(double value) {
-  if (std::isnan(value)) return "nan";  // whatever its sign
+  if (std::isnan(value)) return "nan";  // with either sign
   if (!std::isfinite(value)) return formatted("%f", value);
   std::string digits = formatted("%.0f", value);
   for (std::size_t at = digits.size(); at > 3 && digits[at - 4] != '-'; at -= 3) {
@@ -131,7 +131,7 @@ std::string fitted(std::vector<LinePart> parts) {
 
 /// A very large loss takes no more columns than others.
 std::string short_number(double value) {
-  if (std::isnan(value)) return formatted("%7s", "nan");  // whatever its sign
+  if (std::isnan(value)) return formatted("%7s", "nan");  // with either sign
   return formatted(std::abs(value) < 1e6 ? "%7.4f" : "%7.1e", value);
 }
 

@@ -1,5 +1,5 @@
-// What a step reports: one JSON object in metrics.jsonl and one line on stdout; and
-// the floating-point operations of training on one token, the usual estimate. Pure.
+// The report of a step: one JSON object in metrics.jsonl and one line on stdout; and the
+// floating-point operations of training on one token, the usual estimate. Pure.
 //
 // Only rank 0 writes; the values are agreed over ranks before they come here. Everything else that
 // the program says is a log line (base/log.h).
@@ -24,34 +24,35 @@ struct ExpertLoad {
   double max_over_mean = 0;  ///< tokens of the busiest expert over those of an average one
 };
 
-/// What one of several sources was to a step.
+/// The part of one of several sources in a step.
 struct SourceMetrics {
   double share = 0;  ///< of all rows so far
-  /// Of its labels in this step; NaN where it has none.
+  /// The mean loss of its labels in this step; NaN where it has none.
   double loss = 0;
 };
 
 struct StepMetrics {
   /// From 1; step 0 is the validation before the first one, and has val_loss alone.
   std::int64_t step = 0;
-  double loss = 0;       ///< before the update, nats; NaN in a step without a kept label
+  double loss = 0;       ///< before the update, nats; NaN in a step without an unmasked target
   double grad_norm = 0;  ///< before clipping; not finite in a step that a scaler left out
   double lr = 0;
   double step_ms = 0;  ///< the slowest rank's whole step
-  /// Tokens a second and rank; NaN in a step without a kept label, as the two that follow and mfu.
+  /// Tokens a second and rank; NaN in a step without an unmasked target, as the two that follow and
+  /// mfu.
   double tps = 0;
   double tps_global = 0;    ///< of all ranks
   double tflops = 0;        ///< a rank
   double peak_rss_mib = 0;  ///< the largest of all ranks
-  /// Since the steps began, the largest of all ranks: what tensors of a device held at once, and what
-  /// libtorch's allocator took of it, free blocks that it keeps included; none on the CPU.
+  /// Since the steps began, the largest of all ranks: what tensors of a device held at once, and
+  /// what libtorch's allocator took of it, free blocks that it keeps included; none on the CPU.
   std::optional<double> peak_device_mib = std::nullopt;
   std::optional<double> peak_device_reserved_mib = std::nullopt;
-  /// tflops over those that the device can do; NaN where nobody knows them, none on the CPU.
+  /// tflops over those that the device can do; NaN for an unknown device, none on the CPU.
   std::optional<double> mfu = std::nullopt;
   std::optional<double> val_loss = std::nullopt;
-  /// How many steps had no kept label so far and were left out, this one included; none before the
-  /// first of them.
+  /// How many steps had no unmasked target so far and were skipped, this one included; none before
+  /// the first of them.
   std::optional<std::int64_t> steps_without_labels = std::nullopt;
   std::vector<SourceMetrics> sources = {};        ///< by their order; empty where there is one
   std::optional<double> loss_scale;               ///< of this step's gradients
@@ -77,13 +78,13 @@ std::string with_thousands(double value);
 /// TensorBoard.
 std::vector<Scalar> named_values(const StepMetrics& metrics);
 
-/// One JSON object without a newline, keys in the order above, and why calls were eager; a value that
-/// is not finite is null.
+/// One JSON object without a newline, keys in the order above, and why calls were eager; a value
+/// that is not finite is null.
 std::string to_json_line(const StepMetrics& metrics);
 
 /// The most columns of a step's line on stdout; metrics.jsonl has what does not fit.
 inline constexpr std::size_t kStepLineColumns = 100;
-/// A "-" stands for what a step without a kept label does not have:
+/// A "-" stands for what a step without an unmasked target does not have:
 /// "step:  1  loss:  8.0510  grad_norm:  1.5012  memory: 0.61GiB  tps: 12,345  lr: 1.00e-03".
 std::string to_step_line(const StepMetrics& metrics);
 

@@ -40,7 +40,7 @@ TraceClock::time_point agreed_moment(World& world) {
   return TraceClock::time_point(std::chrono::nanoseconds(std::stoll(first.substr(0, space))));
 }
 
-/// Of the stream on which the thread computes when it says so.
+/// Moments of the stream on which the thread computes.
 class StreamMoments final : public DeviceMoments {
  public:
   /// The host waits until the device has nothing left: from then on both clocks run together.

@@ -1,4 +1,4 @@
-// Who looks on while a run trains and changes nothing of it: TensorBoard's event files, traces of
+// Observers of a run, which change nothing of it: TensorBoard's event files, traces of
 // chosen steps, the profile, the progress line.
 //
 // The trainer calls each function at its place and knows nothing of what is behind them. Next:
@@ -22,8 +22,8 @@
 
 namespace tessera::train {
 
-/// What takes the spans of a step on the calling thread, and waits until the world's device is
-/// through with it.
+/// A traced step: takes its spans on the calling thread, and waits until the world's device has
+/// done it.
 struct TracedStep {
   std::shared_ptr<Trace> trace;
   std::function<void()> through;
@@ -36,8 +36,8 @@ class StepTrace {
   /// `steps` is the same on every rank.
   StepTrace(std::vector<std::int64_t> steps, std::filesystem::path folder, World& world);
 
-  /// Around each step, on the rank's own thread. Collective where the step is a chosen one. Errors:
-  /// kComm; kIo on rank 0, which writes.
+  /// Enclose each step, on the rank's thread. Collective where the step is a chosen one.
+  /// Errors: kComm; kIo on rank 0, which writes.
   void begin_step(std::int64_t step);
   void end_step(std::int64_t step);
 
@@ -60,7 +60,7 @@ class Observers {
   /// for folders that cannot be made.
   Observers(const Config& config, World& world, std::int64_t first_step, Profiling profiling);
 
-  /// Around each step, on the rank's own thread. Collective where the step is traced.
+  /// Enclose each step, on the rank's thread. Collective where the step is traced.
   void begin_step(std::int64_t step);
   void end_step(std::int64_t step);
   /// The step's metrics were agreed on, its line was printed. Errors: kIo.

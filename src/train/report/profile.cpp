@@ -36,7 +36,7 @@ Kind kind_of(std::string_view name) {
   if (name == "tessera::wait") return kWaiting;
   if (name == "tessera::turn") return kOwnCode;
   if (name == "tessera::host_read") return kOwnCode;  // on a device the host stands still there
-  // What a node takes beside the kernels that it calls.
+  // The time of a node without that of the kernels that it calls.
   if (name.starts_with("autograd::")) return kOwnCode;
   return name == "tessera::optimizer" ? kOptimizer : kOtherKernels;
 }
@@ -48,7 +48,7 @@ struct Frame {
 };
 
 /// Calls on the stream on which a step computes, timed by what the stream does, which is known once
-/// it is through: what runs on streams of groups runs beside it.
+/// it is through: work on streams of groups overlaps it.
 class StreamTimes {
  public:
   explicit StreamTimes(at::Device device) : device_(device) {}
@@ -94,7 +94,7 @@ class StreamTimes {
   c10::Stream current() const {
     return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   }
-  /// What the stream did since the last mark belongs to `owner`.
+  /// Gives what the stream did since the last mark to `owner`.
   void mark(std::size_t owner) {
     if (owners_.size() == events_.size()) {
       events_.emplace_back(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
@@ -120,7 +120,8 @@ struct Times {
   std::optional<StreamTimes> on_device;
 
   std::vector<Frame>& stack() { return stacks[base::pass_here()]; }
-  /// The time since the last call began or ended belongs to the innermost one of the pass that runs.
+  /// The time since the last call began or ended belongs to the innermost one of the pass that
+  /// runs.
   void count() {
     const auto now = Clock::now();
     const std::chrono::duration<double, std::milli> since = now - counted_until;

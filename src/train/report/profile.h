@@ -1,5 +1,5 @@
 // Where a step goes (`tessera train --profile`): self time of every kernel, of waiting and of the
-// optimizer on the rank's own thread.
+// optimizer on the rank's thread.
 //
 // Uses libtorch's RecordFunction, so it sees each ATen call of forward and backward and our own
 // scopes ("tessera::..."). What none of them covers is our own code and autograd's. It costs a few
@@ -21,8 +21,8 @@ enum class Profiling : std::uint8_t { kNo, kYes };
 
 class StepProfile {
  public:
-  /// Starts to listen on this thread. One at a time a thread. On a device calls are timed by what its
-  /// stream does, and the host waits for the end of each step that counts.
+  /// Starts to listen on this thread. One at a time a thread. On a device calls are timed by what
+  /// its stream does, and the host waits for the end of each step that counts.
   explicit StepProfile(c10::Device device = c10::kCPU);
   ~StepProfile();
   StepProfile(const StepProfile&) = delete;

@@ -106,7 +106,7 @@ void StepLines::print(const std::string& line) {
   warned_ = true;
   log::warn("stdout: found that a step line cannot be written", why == 0 ? "" : ": ",
             why == 0 ? "" : std::strerror(why),
-            "; the run goes on, and metrics.jsonl has all steps");
+            "; the run continues, and metrics.jsonl has all steps");
 }
 
 }  // namespace tessera::train

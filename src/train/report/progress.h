@@ -21,7 +21,7 @@ std::string loading_text(const std::string& what, std::int64_t done_bytes,
 std::string training_text(const StepMetrics& metrics, std::int64_t steps,
                           std::optional<std::chrono::seconds> left);
 
-/// Of one rank: it has to be asked for (`shown`), so that only one rank does it.
+/// The progress of one rank: it is shown where asked for (`shown`), so that only one rank does it.
 class LoadingProgress {
  public:
   enum class Shown : std::uint8_t { kNo, kYes };

@@ -1,4 +1,4 @@
-// What becomes of a run's regions (tessera/compile.h), step by step.
+// Counts what becomes of a run's regions (tessera/compile.h), step by step.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace tessera::train {
 class ReplayedCalls {
  public:
   explicit ReplayedCalls(const ShardedBase& model) : model_(model) {}
-  /// Of this rank, since this was called last.
+  /// The calls of this rank since the last call of this.
   ReplayCalls of_step();
   /// All so far, and why some were eager, in one line.
   std::string as_text() const;

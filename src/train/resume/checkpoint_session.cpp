@@ -32,7 +32,7 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   identity.spec = source.spec;
   identity.seed = config.debug.seed;
   if (source.lora) identity.lora = {source.lora, tensors_hash(*source.folder, world)};
-  // Whoever reads the checkpoint has to know what its tokens are.
+  // Readers of the checkpoint have to know what its tokens are.
   if (data_kind(config.data) == DataKind::kText) {
     identity.spec.tessera_tokenizer = "bytes";
   }
@@ -55,10 +55,10 @@ void note_kept(const std::vector<std::string>& asked, const std::vector<std::str
       return std::ranges::count(others, name) == 0;
     });
     if (names.empty()) return;
-    log::info("optimizer: Muon goes on as in the checkpoint with ", names.size(),
+    log::info("optimizer: Muon continues as in the checkpoint with ", names.size(),
               " fused weights, ", printable(names.front()),
               names.size() > 1 ? " and others, " : ", ", way,
-              "; split_fused of [[optimizer.rule]] counts in a run that begins anew");
+              "; split_fused of [[optimizer.rule]] counts in a new run");
   };
   note(kept, asked, "each as one matrix");
   note(asked, kept, "the matrices of each by themselves");
@@ -170,11 +170,11 @@ void restore_scaler(const CheckpointManifest& manifest, GradScaler* scaler) {
               "precision.param_dtype and reduce_dtype as they were");
   } else if (state) {
     log::warn(
-        "precision.param_dtype: found no float16 in a run that goes on from a checkpoint of "
+        "precision.param_dtype: found no float16 in a run that resumes from a checkpoint of "
         "one at the loss scale ",
         state->scale,
         ": the loss is no longer scaled, and the checkpoints to come keep no "
-        "scale; set precision.param_dtype or reduce_dtype to float16 to go on as before");
+        "scale; set precision.param_dtype or reduce_dtype to float16 to continue as before");
   }
 }
 

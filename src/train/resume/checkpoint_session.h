@@ -1,4 +1,4 @@
-// All that the trainer knows of checkpoints: what the run goes on from, and when one is saved.
+// The trainer's side of checkpoints: what the run resumes from, and when one is saved.
 // Without [checkpoint] enable a folder that holds some is refused, and every call does nothing.
 // Next: resume.h, checkpoint/saver.h.
 #pragma once
@@ -23,7 +23,7 @@ struct StepsDone {
 
 class CheckpointSession {
  public:
-  /// Opens what the run goes on from. Collective. Errors: as open_resumed() or
+  /// Opens the checkpoint that the run resumes from. Collective. Errors: as open_resumed() or
   /// require_no_checkpoints().
   CheckpointSession(const Config& config, const Mesh& mesh);
 
@@ -59,8 +59,9 @@ class CheckpointSession {
   std::optional<checkpointing::CheckpointSaver> saver_;
 };
 
-/// Goes on at the scale of the checkpoint. A run that has changed to or from float16 begins anew,
-/// or without; rank 0 warns of it. Errors: kConfig for a scale below grad_scaler.min_scale.
+/// Resumes at the scale of the checkpoint. A run that has changed to or from float16 begins with a
+/// new scale, or without; rank 0 warns of it. Errors: kConfig for a scale below
+/// grad_scaler.min_scale.
 void restore_scaler(const CheckpointManifest& manifest, GradScaler* scaler);
 
 }  // namespace tessera::train

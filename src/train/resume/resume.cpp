@@ -104,7 +104,7 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
   const RestartNote note(store.folder());
   note.forget_other_jobs();
   if (note.has(config.load_step)) {
-    log::info("started again by torchrun: goes on from `latest`; checkpoint.load_step ",
+    log::info("started again by torchrun: resumes from `latest`; checkpoint.load_step ",
               config.load_step, " was for an earlier attempt");
     return latest_of(store);
   }
@@ -113,8 +113,8 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
   if (config.load_step < 0) return latest_of(store);
   if (config.load_step == 0) {
     TESSERA_CHECK(steps.empty(), ErrorKind::kConfig, "checkpoint.load_step: found 0 and ", newest(),
-                  ", expected a folder without checkpoints to start anew; choose another "
-                  "job.dump_folder, or -1 to go on");
+                  ", expected a folder without checkpoints to start a new run; choose another "
+                  "job.dump_folder, or -1 to resume");
     return std::nullopt;
   }
   const bool there = std::binary_search(steps.begin(), steps.end(), config.load_step);
@@ -128,11 +128,12 @@ std::optional<std::int64_t> step_to_load(const CheckpointConfig& config,
   return config.load_step;
 }
 
-/// How a run whose checkpoint cannot be read goes on: never without being told.
+/// The advice for a run whose checkpoint cannot be read: it never resumes from another one
+/// silently.
 std::string way_on(const CheckpointStore& store, std::int64_t step) {
   const auto older = newest_whole_before(store, step);
-  if (!older.step) return older.text + ": choose another job.dump_folder to start anew";
-  return concat(older.text, ": set checkpoint.load_step = ", *older.step, " to go on from there");
+  if (!older.step) return older.text + ": choose another job.dump_folder to start a new run";
+  return concat(older.text, ": set checkpoint.load_step = ", *older.step, " to resume from there");
 }
 
 CheckpointFolder open_step(const CheckpointStore& store, std::int64_t step) {
@@ -183,7 +184,7 @@ void require_same_layers(const std::vector<std::string>& found,
                      mine - found.begin(), " layers that both have", kSetBack));
 }
 
-/// The adapters and the model beside them. Errors: kConfig naming what differs.
+/// Compares the adapters and their model. Errors: kConfig naming what differs.
 void require_same_lora(const RunIdentity& identity, const CheckpointFolder& checkpoint) {
   const auto& theirs = checkpoint.manifest().lora;
   const auto rank_of = [](const std::optional<CheckpointLora>& lora) {
@@ -201,8 +202,8 @@ void require_same_lora(const RunIdentity& identity, const CheckpointFolder& chec
   TESSERA_CHECK(identity.lora->base_xxh3_128 == theirs->base_xxh3_128, ErrorKind::kConfig,
                 "model.path: found tensors with the hash ", to_string(identity.lora->base_xxh3_128),
                 ", expected ", to_string(theirs->base_xxh3_128),
-                " of the model beside which the adapters of the checkpoint ",
-                shown(checkpoint.path()), " were trained", kSetBack);
+                " of the model that the adapters of the checkpoint ", shown(checkpoint.path()),
+                " were trained with", kSetBack);
 }
 
 }  // namespace
@@ -226,8 +227,8 @@ void require_no_checkpoints(const CheckpointConfig& config, World& world) {
     TESSERA_CHECK(
         steps.empty(), ErrorKind::kConfig, "checkpoint.enable: found false and ",
         shown(store.complete(steps.back())),
-        ", expected a checkpoint.folder without checkpoints to start anew; choose another "
-        "job.dump_folder or checkpoint.folder, or set checkpoint.enable = true to go on");
+        ", expected a checkpoint.folder without checkpoints to start a new run; choose another "
+        "job.dump_folder or checkpoint.folder, or set checkpoint.enable = true to resume");
   });
 }
 
@@ -286,7 +287,7 @@ constexpr checkpointing::LoadAdvice kAdvice{
     .keeps_shape = "a resumed run keeps its model, whose tensors have these shapes",
     .keeps_optimizer = "a resumed run keeps its optimizer",
     .weights_alone =
-        "start anew from these weights: model.path = this folder, in another job.dump_folder"};
+        "start a new run from these weights: model.path = this folder, in another job.dump_folder"};
 
 }  // namespace
 
@@ -294,7 +295,7 @@ void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& mode
                      Optimizer& optimizer, World& world, const FileForms& forms) {
   std::optional<LoadingProgress> progress;
   checkpointing::LoadRequest request{.advice = kAdvice, .forms = forms};
-  // Adapters alone, beside a model that was loaded from its own folder.
+  // Adapters alone, whose model was loaded from its own folder.
   if (checkpoint.manifest().lora) request.holds = models::is_adapter;
   request.on_read = [&](std::int64_t bytes, std::int64_t total) {
     // The other ranks are about as far.
@@ -306,7 +307,7 @@ void load_checkpoint(const CheckpointFolder& checkpoint, const ShardedBase& mode
     progress->add(bytes);
   };
   checkpointing::load(checkpoint, model, optimizer, world, request);
-  // Whoever restarts this run goes on from here, not from what another attempt reached later.
+  // A restart of this run resumes from here, not from what another attempt reached later.
   if (world.rank() != 0) return;
   CheckpointStore(checkpoint.path().parent_path()).set_latest(checkpoint.manifest().step);
 }

@@ -1,8 +1,8 @@
-// What a run goes on from: finding a checkpoint, refusing one of another run, reading it
+// Resuming a run: finding its checkpoint, refusing one of another run, reading it
 // (checkpoint/loader.h), and the note for restarts: torchrun starts the same command again, and
 // checkpoint.load_step is meant for the first attempt that comes so far.
 //
-// Whatever is wrong is found before the first step and on every rank alike. Any layout reads any
+// Every mistake is found before the first step and on every rank alike. Any layout reads any
 // other. Next: checkpoint/saver.h writes them.
 #pragma once
 
@@ -23,14 +23,14 @@ namespace tessera::train {
 
 class RestartNote {
  public:
-  /// Of this process's job, by torchrun's variables.
+  /// The note of this process's job, by torchrun's variables.
   explicit RestartNote(const std::filesystem::path& folder);
 
   /// The first attempt: what lies there is another job's. Errors: kIo.
   void forget_other_jobs() const;
   /// Whether an earlier attempt of this job began with `load_step` and came as far as write().
   bool has(std::int64_t load_step) const;
-  /// `latest` is what attempts after this one go on from. Errors: kIo.
+  /// `latest` is where attempts after this one resume. Errors: kIo.
   void write(std::int64_t load_step) const;
 
  private:
@@ -42,7 +42,7 @@ class RestartNote {
   bool first_attempt_ = true;
 };
 
-/// What a run and its checkpoint must have in common.
+/// The parts that a run and its checkpoint must have in common.
 struct RunIdentity {
   models::ModelSpec spec;
   CheckpointData data;                            ///< on rank 0
@@ -52,13 +52,14 @@ struct RunIdentity {
   std::optional<CheckpointLora> lora;
 };
 
-/// What RUN/config.toml says, as the run before this one left it: none where there is no such file,
-/// or one that this program does not read. Of the same RUN, before the run writes its own.
+/// RUN/config.toml, as the run before this one left it: none where there is no such file, or one
+/// that this program does not read. Called before the run writes its own.
 std::optional<Config> config_before(const Config& config);
 
-/// Readies checkpoint.folder for writing (what a crash left unfinished goes) and opens what the run
-/// goes on from: none = it starts anew. Collective. Errors, on all ranks alike: kConfig where
-/// load_step is 0 and there are checkpoints, or names none; kIo, kFormat naming the file.
+/// Readies checkpoint.folder for writing (what a crash left unfinished is removed) and opens the
+/// checkpoint that the run resumes from: none = a new run. Collective. Errors, on all ranks alike:
+/// kConfig where load_step is 0 and there are checkpoints, or names none; kIo, kFormat naming the
+/// file.
 std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, World& world);
 
 /// Collective. Errors, on all ranks alike: kConfig for another model, seed, data or adapters, with
@@ -66,9 +67,9 @@ std::optional<CheckpointFolder> open_resumed(const CheckpointConfig& config, Wor
 void require_same_run(const RunIdentity& identity, const CheckpointFolder& checkpoint,
                       World& world);
 
-/// Of a run that does not look at checkpoints: it would write its metrics and config over those of
-/// the run that made them. Collective. Errors, on all ranks alike: kConfig where there are some;
-/// kIo.
+/// Refuses checkpoints for a run that does not use them: it would write its metrics and config over
+/// those of the run that made them. Collective. Errors, on all ranks alike: kConfig where there are
+/// some; kIo.
 void require_no_checkpoints(const CheckpointConfig& config, World& world);
 
 /// checkpointing::load() of tensors under the names of `forms`, with the keys of a config in its

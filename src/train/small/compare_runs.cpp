@@ -37,8 +37,8 @@ class Units {
     return findings;
   }
 
-  /// Whether all that comes to the unit from behind is right, so that what is wrong with its parameters
-  /// is its own.
+  /// Whether all that comes to the unit from behind is right, so that what is wrong with its
+  /// parameters is its own.
   bool is_reached_rightly(const std::string& name) const {
     return std::ranges::all_of(one_.units, [&](const SeenUnit& unit) {
       return unit.unit != name || unit.gradient.sizes.empty() ||
@@ -87,7 +87,7 @@ class Units {
         if (is_sent_rightly && run_.dims.pp > 1) {
           found.operation = "message from this unit";
           found.axis = axis::kPipeline;
-          found.expected = "what the unit gives back, of the same micro-batch";
+          found.expected = "the unit's gradient of the same micro-batch";
           found.mend = kMendOfMessages;
         }
         return {found};
@@ -134,10 +134,10 @@ class Units {
       std::vector<Values> parts;
       for (const SeenUnit* rank : calls[data]) parts.push_back(rank->*part);
       const bool adds = check::placement_of(parts, whole).has_value();
-      finding.found = concat("a ", what, " whose values are ",
-                             adds ? "addends, of which nobody has the sum,"
-                                  : check::difference_text(parts.front(), whole),
-                             " on data rank ", data, ", micro-batch ", unit.call);
+      finding.found = concat(
+          "a ", what, " whose values are ",
+          adds ? "addends that are nowhere summed," : check::difference_text(parts.front(), whole),
+          " on data rank ", data, ", micro-batch ", unit.call);
       break;
     }
     finding.expected = "the values of one rank: the same on every rank of tp, or cut over them";
@@ -302,7 +302,8 @@ std::vector<Finding> of_step(const SmallRun& run, const SeenStep& found, const S
   return findings;
 }
 
-/// The axes of several ranks, each alone with what it needs, where the rows of the run can be cut so.
+/// The axes of several ranks, each alone with what it needs, where the rows of the run can be cut
+/// so.
 std::vector<std::pair<std::string, ParallelDims>> axes_alone(const SmallRun& run) {
   const ParallelDims& dims = run.dims;
   const auto half_of = [](int degree) { return degree % 2 == 0 ? 2 : degree; };

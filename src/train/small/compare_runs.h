@@ -1,11 +1,11 @@
-// A small run of a layout beside the same one on one rank: what is wrong, where it begins, and over
-// which axis.
+// Compares a small run of a layout with the same one on one rank: what is wrong, where it begins,
+// and over which axis.
 //
 // Transitions are compared with what they are for; then, against one rank, the results of units in
 // the order of forward, the gradients at their borders in the order of backward, gradients of
-// parameters, and the numbers of a step. A finding names the first place: what follows from it alone is
-// left out. Where several axes have several ranks, each is run alone, so that the axis is named.
-// Next: small_run.h, ../../check/seen_transitions.h.
+// parameters, and the numbers of a step. A finding names the first place: what follows from it
+// alone is left out. Where several axes have several ranks, each is run alone, so that the axis is
+// named. Next: small_run.h, ../../check/seen_transitions.h.
 #pragma once
 
 #include <cstdint>

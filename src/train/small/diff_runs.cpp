@@ -40,7 +40,7 @@ ParallelDims dims_of(const DiffSide& side) {
 Ran run_side(const DiffSide& side, const std::string& batch, std::int64_t data_ranks) {
   TESSERA_CHECK(side.config.lora.dropout == 0.0, ErrorKind::kConfig, "lora.dropout: found ",
                 side.config.lora.dropout, " in ", side.name,
-                ", expected 0 beside --diff: what is drawn follows from a row's place, which "
+                ", expected 0 with --diff: what is drawn follows from a row's place, which "
                 "differs by layout");
   const auto source =
       open_as("--model", [&] { return open_model(side.config.model, side.config.lora); });

@@ -43,8 +43,8 @@ check::Values values_of(const at::Tensor& tensor) {
   return {tensor.sizes().vec(), std::vector<double>(begin, begin + wide.numel())};
 }
 
-/// The rows of a run, drawn or of a batch. Where fewer data ranks run the rows of `data_ranks`, each of
-/// their micro-batches has the rows of the same one of those.
+/// The rows of a run, drawn or of a batch. Where fewer data ranks run the rows of `data_ranks`,
+/// each of their micro-batches has the rows of the same one of those.
 class RowsOfRun final : public BatchSource {
  public:
   explicit RowsOfRun(const SmallRun& run)
@@ -265,8 +265,9 @@ std::string without_number(const std::string& layer) {
   return numbered ? concat(numbered->before, '*', numbered->after) : layer;
 }
 
-/// Asks for adapters beside the same layers, by the names of the small model. They are narrow, as its
-/// matrices are, and drop nothing: what is dropped follows from a row's place, which differs by layout.
+/// Asks for adapters of the same layers, by the names of the small model. They are narrow, as its
+/// matrices are, and drop nothing: what is dropped follows from a row's place, which differs by
+/// layout.
 LoraRequest small_lora(const ModelSource& full, const models::ModelSpec& small) {
   if (!full.lora) return {};
   constexpr std::int64_t kMostRank = 4;

@@ -1,10 +1,10 @@
 // A small run: the model of a configuration in small (small_spec.h), stepped twice on all ranks
 // of its layout as threads of this process, with what crosses the borders of units and transitions.
 //
-// Everything is computed in float32, from weights and tokens that are drawn by a seed and are the same
-// under every layout, so that ranks and one rank alone differ by the order of additions. Each step has
-// two micro-batches a data rank at least, whose rows are those of the same micro-batches of one rank.
-// Next: compare_runs.h.
+// Everything is computed in float32, from weights and tokens that are drawn by a seed and are the
+// same under every layout, so that ranks and one rank alone differ by the order of additions. Each
+// step has two micro-batches a data rank at least, whose rows are those of the same micro-batches
+// of one rank. Next: compare_runs.h.
 #pragma once
 
 #include <cstdint>
@@ -27,16 +27,17 @@ struct SmallRun {
   Config config;       ///< parallelism and pipeline are those of the layout
   ModelSource source;  ///< without a folder
   ParallelDims dims;
-  std::int64_t data_ranks = 1;  ///< whose rows are run, whatever `dims` are
+  std::int64_t data_ranks = 1;  ///< whose rows are run, independent of `dims`
   std::int64_t micro_batches = 2;
   std::shared_ptr<const BatchSource> batch = {};  ///< whose rows those are; null: they are drawn
 };
 
-/// `dims`: of the whole run. Adapters stand beside the same layers, narrow and without dropout.
+/// `dims`: of the whole run. Adapters belong to the same layers, narrow and without dropout.
 /// Errors: kConfig where the model cannot be shared so.
 SmallRun small_run(const Config& config, const ModelSource& source, const ParallelDims& dims);
-/// The model itself and `batch`, as its configuration has them: the micro-batches of `data_ranks` ranks
-/// with one row each, also where `dims` has fewer. Errors: kUsage for rows that they do not divide.
+/// The model itself and `batch`, as its configuration has them: the micro-batches of `data_ranks`
+/// ranks with one row each, also where `dims` has fewer. Errors: kUsage for rows that they do not
+/// divide.
 SmallRun run_of_batch(const Config& config, const ModelSource& source, const ParallelDims& dims,
                       std::shared_ptr<const BatchSource> batch, std::int64_t data_ranks);
 /// The same in float32.
@@ -76,8 +77,8 @@ struct SeenRun {
   std::string refused;  ///< what the run ended with; empty: it ran
 };
 
-/// Runs two steps on threads of this process, which end before it returns; of a batch that is given,
-/// one. An error of a rank is in `refused`; every rank's tensors are kept as float64.
+/// Runs two steps on threads of this process, which end before it returns; of a batch that is
+/// given, one. An error of a rank is in `refused`; every rank's tensors are kept as float64.
 SeenRun run_small(const SmallRun& run);
 
 }  // namespace tessera::train

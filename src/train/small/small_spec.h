@@ -1,8 +1,8 @@
 // The same model in small: each kind of its layers, with sizes of a few numbers.
 //
-// The properties that decide how a model is cut stay: which layers there are, whether ranks of tp have
-// key heads of their own, groups of experts, windows shorter than a row. `tessera check` runs it on all
-// ranks of a layout and on one. No torch in this header. Next: small_run.h.
+// The properties that decide how a model is cut stay: which layers there are, whether ranks of tp
+// have key heads of their own, groups of experts, windows shorter than a row. `tessera check` runs
+// it on all ranks of a layout and on one. No torch in this header. Next: small_run.h.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ inline constexpr std::int64_t kSmallPositions = 16;
 /// heads. `full`: the degrees of `spec`.
 ParallelDims small_degrees(const models::ModelSpec& spec, const ParallelDims& full);
 
-/// With at least `layers` layers, at least one of each kind of `spec`, in its order. check_degrees of
-/// small_degrees(spec, full) accepts it.
+/// With at least `layers` layers, at least one of each kind of `spec`, in its order. check_degrees
+/// of small_degrees(spec, full) accepts it.
 models::ModelSpec small_spec(const models::ModelSpec& spec, const ParallelDims& full,
                              std::int64_t layers);
 
