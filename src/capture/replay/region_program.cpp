@@ -283,8 +283,8 @@ void Maker::lay_out() {
 
 /// Finds products that write the whole of a memory, which then only goes to a slot.
 void Maker::find_direct_slots() {
-  constexpr auto kNone = static_cast<std::size_t>(-1);
-  std::vector<std::size_t> writers(program_.memories.size(), kNone);
+  constexpr auto kNoWriter = static_cast<std::size_t>(-1);
+  std::vector<std::size_t> writers(program_.memories.size(), kNoWriter);
   std::vector<int> uses(program_.memories.size(), 0);
   for (std::size_t i = 0; i < program_.steps.size(); ++i) {
     const auto& step = program_.steps[i];
@@ -308,7 +308,7 @@ void Maker::find_direct_slots() {
     const auto memory = static_cast<std::size_t>(memory_id(step.gradient.raw));
     const std::size_t writer = writers[memory];
     // Its own write, and the read of the gradient.
-    if (writer == kNone || uses[memory] != 2) continue;
+    if (writer == kNoWriter || uses[memory] != 2) continue;
     auto& call = *program_.steps[writer].call;
     if (call.arguments.back().values.at(0) != step.gradient.raw) continue;
     const auto& value = in(program_.values, step.gradient.raw);
