@@ -77,6 +77,11 @@ class Draws {
   std::mt19937 random_;
 };
 
+/// Whether some layers have a state, which two key heads, or groups of heads, share out over tp.
+inline bool has_states(const Drawn& d) {
+  return d.family == "qwen3-next" || d.family == "nemotron-h";
+}
+
 /// A pipeline multiplies the ranks, so that no other axis is large then.
 inline Drawn drawn(std::uint32_t seed) {
   Draws draw(seed);
@@ -93,12 +98,14 @@ inline Drawn drawn(std::uint32_t seed) {
                                                  {"gemma4", true},
                                                  {"llama4-text", true},
                                                  {"glm4-moe", true},
-                                                 {"mixtral", true}});
+                                                 {"mixtral", true},
+                                                 {"qwen3-next", true},
+                                                 {"nemotron-h", true}});
   d.family = family.first;
   d.routed = family.second;
   d.pp = draw.one_of({1, 1, 2});
   d.tp = draw.one_of({1, 2, 2, 4});
-  if (d.pp > 1) d.tp = std::min(d.tp, 2);
+  if (d.pp > 1 || has_states(d)) d.tp = std::min(d.tp, 2);
   d.shard = d.tp == 4 ? 1 : draw.one_of({1, 2});
   d.replicate = d.shard * d.tp * d.pp > 4 ? 1 : draw.one_of({1, 2, 3});
   if (d.replicate * d.shard * d.tp * d.pp > 8) d.replicate = 1;
@@ -149,12 +156,12 @@ inline void set_adapters(Config& config, const TemporaryFolder& folder, const Dr
   std::mt19937 random(7);
   std::string tokens;
   for (int i = 0; i < kTokens; ++i) {
-    tokens += static_cast<char>(random() % 120);  // no image's place
+    tokens += static_cast<char>(random() % 60);  // no image's place
     tokens += '\0';
   }
   folder.write("ids.bin", tokens);
   folder.write("ids.json",
-               concat(R"({"dtype":"uint16","vocab_size":128,"num_tokens":)", kTokens, "}"));
+               concat(R"({"dtype":"uint16","vocab_size":64,"num_tokens":)", kTokens, "}"));
   config.data.path = {folder / "ids.bin"};
 }
 
@@ -175,8 +182,11 @@ inline Config config_of(const TemporaryFolder& folder, const Drawn& d) {
   if (d.sums32) config.precision.activation_reduce_dtype.dtype = DType::kFloat32;
   if (d.bf16_wire) config.precision.reduce_dtype.dtype = DType::kBFloat16;
   if (d.frozen) {
-    config.model.freeze = d.family == "gpt2" ? std::vector<std::string>{"wte", "wpe", "h.0"}
-                                             : std::vector<std::string>{"embed_tokens", "layers.0"};
+    config.model.freeze =
+        d.family == "gpt2"
+            ? std::vector<std::string>{"wte", "wpe", "h.0"}
+            : std::vector<std::string>{d.family == "nemotron-h" ? "embeddings" : "embed_tokens",
+                                       "layers.0"};
     // An explicit list is the whole one; without images the tower is no part of a step.
     if (d.family == "gemma4") config.model.freeze->emplace_back("model.vision_tower");
   }
