@@ -43,6 +43,7 @@ Tensors inputs(const Case& each, at::ScalarType dtype = at::kFloat) {
 }
 
 at::Tensor drawn_starts(std::mt19937_64& random, std::int64_t rows, std::int64_t positions) {
+  if (rows == 0) return at::zeros({0, positions}, at::kLong);
   return packed::documents_of(packed::drawn_rows(random, rows, positions)).starts;
 }
 
