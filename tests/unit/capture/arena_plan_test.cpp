@@ -1,5 +1,5 @@
-// Property: whatever lives when, buffers of a plan lie where they may, in a block that is no larger
-// than all of them and no smaller than those that live at one time; and what lies wrong is found.
+// Property: for any lifetimes, buffers of a plan lie where they may, in a block that is no larger
+// than all of them and no smaller than those that live at one time; a wrong place is found.
 #include "capture/replay/arena_plan.h"
 
 #include <random>

@@ -1,4 +1,4 @@
-// What passes choose: what saves most for its bytes, within the budget, and nothing that a user has
+// Passes choose what saves most for its bytes, within the budget, and nothing that a user has
 // bound.
 
 #include "capture/passes.h"
@@ -75,7 +75,7 @@ TEST(KeepPass, OfUnitsAlikeEverySecondOneIsKept) {
                           Keep::kUpdate, Keep::kBackward));
 }
 
-// What passes count on: how long one unit stays changes nothing of how often another is gathered.
+// Passes rely on this: how long one unit stays does not change how often another is gathered.
 TEST(KeepPass, GathersOfAUnitFollowFromItsOwnChoice) {
   const auto counts = [](const fsdp::StepPlan& plan, fsdp::UnitId unit) {
     std::vector<std::ptrdiff_t> found;
@@ -107,7 +107,7 @@ TEST(KeepPass, GathersOfAUnitFollowFromItsOwnChoice) {
   }
 }
 
-// Of one micro-batch no gather is saved after the backward, so nothing is kept for longer.
+// With one micro-batch no gather is saved after the backward, so nothing is kept for longer.
 TEST(KeepPass, NothingIsKeptLongerThanItSaves) {
   auto problem = problem_of({20, 20, 20});
   problem.memory_budget = 1000;
@@ -126,16 +126,16 @@ TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
   const auto far = choose(problem, Names{"prefetch"});
   EXPECT_GE(far.choices.ahead_in_forward, 2U);
   EXPECT_THAT(far.ahead_reason, Says("the best of the 25 choices that fit"));
-  // What hides behind one unit is not gathered before that.
+  // A gather that hides behind one unit is not issued before that.
   for (auto& unit : problem.profile.units) unit.gather_ms = 0.5;
   EXPECT_EQ(choose(problem, Names{"prefetch"}).choices.ahead_in_forward, 1U);
-  // One of many units that is waited for is less than what steps wander by.
+  // A wait for one of many units is less than the noise of steps.
   for (auto& unit : problem.profile.units) unit.gather_ms = 0.1;
   problem.profile.units.back().gather_ms = 1.05;
   const auto kept = choose(problem, Names{"prefetch"});
   EXPECT_EQ(kept.choices, problem.eager);
   EXPECT_THAT(kept.ahead_reason, Says("of the 25 choices that fit none is more than 2 % better"));
-  // Nothing fits beside what is read.
+  // Nothing fits in addition to what is read.
   problem.memory_budget = least_bytes(problem);
   const auto none = choose(problem, Names{"prefetch"});
   EXPECT_EQ(none.choices.ahead_in_forward, 0U);
@@ -176,7 +176,8 @@ TEST(Passes, WhatAUserBoundStays) {
   const auto plan = plan_of(problem, chosen);
   const auto& forward = plan.stages[0].of(fsdp::MicroBatchClass::kFirst).forward;
   const auto& place = forward.places[0][2];
-  EXPECT_EQ(forward.actions[place.needed].unit, 3U) << "what layer 2 names is gathered beside it";
+  EXPECT_EQ(forward.actions[place.needed].unit, 3U)
+      << "the unit that layer 2 names is gathered with it";
 }
 
 TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
@@ -190,12 +191,12 @@ TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
   EXPECT_THAT(with({"prefetch", "keep"}), Says("keep behind a pass that has decided how far"));
   problem.form = Form::k1;
   EXPECT_THAT(with({"keep"}), Says("keep without units that are gathered more than once"));
-  // Where nobody asked for it, it is left out, and says so.
+  // Where it is not asked for, it is left out, and says so.
   EXPECT_THAT(choose(problem).notes,
               Contains("pass keep is left out, since no unit is gathered more than once a step"));
 }
 
-// Whatever units, traces, budgets and costs: a plan that holds, within the budget, the same every
+// For any units, traces, budgets and costs: a plan that holds, within the budget, the same every
 // time; with more memory never fewer bytes' worth of gathers saved than the least.
 /// "3 ms", "1.5 s": which are unknown where nothing was measured.
 bool speaks_of_seconds(const Chosen& chosen) {
@@ -350,8 +351,8 @@ TEST(RegionBlocks, OfSeveralRanksTheMostCountsWhoeverIsSlowest) {
   EXPECT_EQ(slowest.units[2].blocks, other.units[2].blocks);
 }
 
-// A budget has room for what is idle as for activations, and where even the least has none, it is said and
-// the plan is made: a run that began by a budget is not ended by what it measures.
+// A budget has room for idle blocks as for activations. Where even the least plan has none, a note
+// says so and the plan is made: a run that began by a budget is not ended by what it measures.
 TEST(RegionBlocks, ABudgetCountsIdleOnesWhereItCan) {
   Planning planning;
   planning.replays = true;

@@ -123,8 +123,8 @@ TEST(PlanJson, RefusalsNameThePlace) {
   EXPECT_THAT(refusal(std::string(100, '[')), Says("nested deeper"));
 }
 
-// Naive: a key that nobody reads is passed over, and whoever misspelt it never hears of it.
-TEST(PlanJson, KeysThatNobodyReadsAreRefusedWhereverTheyStand) {
+// Naive: an unread key is skipped, and a user who misspelt it is not told.
+TEST(PlanJson, UnreadKeysAreRefusedAtEveryPlace) {
   const auto whole = json::parse(to_json(three_units()));
   std::size_t objects = 0;
   const auto try_with = [&](const std::string& pointer) {
@@ -247,7 +247,7 @@ TEST(PlanJson, FilesAreWrittenAsTheyWere) {
                                     EndsWith("\n  \"update\": []\n}\n")));
 }
 
-// As many places, or uses of units with many lenders, as would take hours to check.
+// As many places, or uses of units with many owners, as would take hours to check.
 TEST(PlanJson, HugePlansAreRefused) {
   auto whole = json::parse(to_json(three_units()));
   auto many = whole;

@@ -70,7 +70,7 @@ TEST(Activations, TheMostIsAtTheEndOfForwardOrWhereALayerRunsAgain) {
   EXPECT_EQ(most({kFull, kFull, kNone}), 5 + 10 + 10 + 100) << "as it would, had it stayed";
   EXPECT_EQ(most({kNone, kFull, kFull}), 5 + 100 + 10 + 100);
   EXPECT_EQ(most({kSelective, kFull, kNone}), 5 + 40 + 10 + 100);
-  // What comes behind them is gone by then.
+  // The activations of later units have been freed by then.
   EXPECT_EQ(most({kFull, kFull, kFull}, 80), 5 + 30 + 80 + 10);
   EXPECT_EQ(most({kFull, kFull, kNone}, 80), 5 + 10 + 10 + 100 + 80);
 }
@@ -90,7 +90,7 @@ TEST(Activations, AreOfUnitsOfTheModel) {
 
 // Naive: the largest is kept, or the first; here the one that takes longest to compute again.
 TEST(RecomputePass, WhatTakesLongestAByteIsKept) {
-  // Of all that are forgotten the last one runs again.
+  // The last one of all that are recomputed runs again.
   auto problem =
       problem_of({{100, 100, 10, 1}, {100, 100, 10, 9}, {200, 200, 10, 10}}, 5 + 220 + 10);
   EXPECT_EQ(least_bytes(problem, Names{"recompute"}), 5 + 20 + 200 + 10);
@@ -153,7 +153,7 @@ TEST(RecomputePass, TradesActivationsAgainstWhatStaysGathered) {
   EXPECT_NE(chosen(0.01, both).keep[1], Keep::kUpdate);
   EXPECT_EQ(chosen(5.0, both).recompute[1], kFull);
   EXPECT_EQ(chosen(5.0, both).keep[1], Keep::kUpdate);
-  EXPECT_EQ(chosen(5.0, {"recompute"}).recompute[1], kNone) << "nobody asked for keep";
+  EXPECT_EQ(chosen(5.0, {"recompute"}).recompute[1], kNone) << "keep was not asked for";
 }
 
 TEST(RecomputePass, WhatAUserHasSetStays) {
@@ -189,7 +189,7 @@ TEST(RecomputePass, WhatItNeedsIsNamed) {
 TEST(RecomputePass, BelowTheLeastTheLeastIsNamed) {
   auto problem = problem_of({{100, 40, 10, 1}, {100, 40, 10, 1}}, 20);
   const auto least = least_bytes(problem);
-  EXPECT_LT(least, least_bytes(problem, Names{"keep"})) << "nobody forgets anything";
+  EXPECT_LT(least, least_bytes(problem, Names{"keep"})) << "no unit is recomputed";
   EXPECT_THAT(
       refused([&] { choose(problem); }),
       Says(concat("20 bytes for gathered parameters and activations, expected at least ", least)));
@@ -218,7 +218,7 @@ TEST(RecomputePass, ThePlanSaysWhereAndItsTimeHasIt) {
   EXPECT_DOUBLE_EQ(step.step_ms, simulate(without, problem.profile, 3).step_ms + 3 * 3.0);
 }
 
-// Whatever traces, costs, bytes and budgets: never over the budget, the same every time, nothing of
+// For any traces, costs, bytes and budgets: never over the budget, the same every time, nothing of
 // a user's changed; and with more memory no more time is spent on forwards again.
 TEST(RecomputePass, DrawnProblemsStayWithinTheirBudgets) {
   int chosen_some = 0;
@@ -281,7 +281,7 @@ TEST(RecomputePass, DrawnProblemsStayWithinTheirBudgets) {
       ASSERT_TRUE(may[i] || mode == problem.eager.recompute[i]) << seed;
       chosen_some += may[i] && mode != kNone ? 1 : 0;
     }
-    // What was forgotten does not fit beside what was chosen, one layer at a time.
+    // What is recomputed does not fit in addition to what was chosen, one layer at a time.
     for (std::size_t i = 0; i < count; ++i) {
       auto more = chosen.choices;
       if (!may[i] || more.recompute[i] == kNone) continue;

@@ -1,4 +1,4 @@
-// What a plan takes by the simulator, beside what is counted by hand; profiles and their files.
+// The simulator's results for a plan, compared with counts by hand; profiles and their files.
 #include "capture/simulate_plan.h"
 
 #include <nlohmann/json.hpp>
@@ -46,8 +46,8 @@ TEST(SimulatePlan, WithoutPrefetchEveryGatherIsWaitedFor) {
   EXPECT_EQ(step.peak_bytes, 10 + 12);
 }
 
-// One ahead: a gather hides behind the unit before it, but not behind the root around all, whose own
-// forward comes when its units have ended: nothing hides the root's and that of the first of them.
+// With one ahead, a gather hides behind the unit before it, but not behind the root around all,
+// whose own forward comes when its units have ended: nothing hides the root's and the first unit's.
 TEST(SimulatePlan, WhatComputesHidesWhatIsGatheredAhead) {
   const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kBackward}, 1);
   const auto step = simulate(plan, profile_of_three(0.5, 0.0), 1);
@@ -71,7 +71,7 @@ TEST(SimulatePlan, WaitsForReductionsAndTheRestOfTheStepComeOnTop) {
   EXPECT_DOUBLE_EQ(many.step_ms, 100 * 9.0 + 15.0 + 4.0) << "the last one reduces";
 }
 
-// Of more micro-batches than are gone through one by one, too, where each reduces.
+// Holds also for more micro-batches than are simulated one by one, where each reduces.
 TEST(SimulatePlan, EveryReductionOfManyMicroBatchesIsWaitedFor) {
   const fsdp::PlanChoices choices{std::vector(3, Keep::kUpdate), ReduceAt::kEveryBackward, 1, 1};
   const auto plan = make_plan(fsdp::record_of({flat({0, 1, 2})}), fsdp::units_of(3), choices,
@@ -119,7 +119,7 @@ TEST(SimulatePlan, SeveralStagesAreASchedules) {
 TEST(SimulatePlan, GathersAreAsLongAsTheMeasuredStepWaitedForThem) {
   const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kNot}, 0);
   auto profile = profile_of_three(4.0, 1.0);
-  EXPECT_EQ(as_waited(profile, plan, 1), profile) << "nobody measured it";
+  EXPECT_EQ(as_waited(profile, plan, 1), profile) << "it was not measured";
   profile.units[1].gather_ms.reset();
   profile.collective = {.latency_ms = 4.0};
   for (const double waited : {30.0, 10.0, 0.0}) {
@@ -198,7 +198,7 @@ TEST(PlanProfile, FilesAreWrittenAsTheyWere) {
   "units": [)"));
 }
 
-// Naive: the longest of each place, which nobody took: where one computes the other waits.
+// Naive: the longest of each place, which no rank took: where one computes the other waits.
 TEST(PlanProfile, TheRankThatComputesLongestCountsWithItsWaits) {
   auto one = profile_of_three(1.0, 1.0);
   auto other = profile_of_three(2.0, 5.0);
@@ -227,7 +227,7 @@ TEST(PlanProfile, AUnitWithoutCostsIsNamed) {
                  "p.json: found no costs of unit 'layer 3'");
 }
 
-// What a traced step says of its units' costs.
+// The costs of units in a traced step.
 
 /// From and to in ms.
 TraceSpan span(TraceRow row, const std::string& name, double from, double to) {
@@ -341,7 +341,7 @@ TEST(MeasuredProfile, TheRestIsWhatNeitherUnitsNorTheirMessagesTook) {
   EXPECT_DOUBLE_EQ(measured_profile(spans, units(), 1).rest_ms, 100 - 4 - (20 - 3) - 30 - 8);
   EXPECT_DOUBLE_EQ(measured_profile(spans, units(), 4).rest_ms, 41) << "of the step";
   EXPECT_DOUBLE_EQ(measured_profile(spans, units(), 4).gathers_waited_ms.value(), 4);
-  // Without the step's own span nobody knows.
+  // Without the step's own span it is unknown.
   EXPECT_DOUBLE_EQ(measured_profile({spans.begin() + 1, spans.end()}, units(), 1).rest_ms, 0);
 }
 

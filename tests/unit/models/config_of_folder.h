@@ -14,7 +14,7 @@ inline std::string file_text(const std::string& folder, const std::string& file)
   return read_file(std::filesystem::path(TESSERA_TEST_DATA) / folder / file);
 }
 
-/// What config.json of a folder says; a failure where config.hub.json says something else.
+/// Reads config.json of a folder; a failure where config.hub.json says something else.
 inline ModelSpec spec_in_both_spellings(const std::string& folder) {
   const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
   EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec) << folder;
@@ -51,7 +51,7 @@ class ConfigOfFolder {
     return config_refusal(changed_config(folder_, keys));
   }
   nlohmann::json json() const { return hub_config(folder_); }
-  /// Of what it says without these keys.
+  /// Reads the config without these keys.
   ModelSpec spec_without(std::initializer_list<const char*> keys) const {
     nlohmann::json config = json();
     for (const char* key : keys) config.erase(key);
@@ -68,7 +68,7 @@ class ConfigOfFolder {
       EXPECT_THAT(refusal({{key, value}}), Says(says == nullptr ? key : says)) << value;
     }
   }
-  /// What is written of it with each of these changes is read as the same.
+  /// Checks that what is written of it with each of these changes is read as the same.
   void expect_kept(const std::vector<nlohmann::json>& changes) const {
     for (const nlohmann::json& keys : changes) {
       const ModelSpec found = spec(keys);

@@ -136,7 +136,7 @@ TEST_P(Decode, CachedLogitsAreThoseOfTheWholeText) {
   }
 }
 
-/// Texts go on by several tokens at once, as a second prompt does.
+/// Texts continue by several tokens at once, as a second prompt does.
 TEST_P(Decode, SeveralTokensFollowThoseOfTheCache) {
   const Reference reference(GetParam());
   const auto model = reference.model(Reference::Compute::kFloat32);
@@ -214,7 +214,7 @@ TEST(DecodeErrors, MorePositionsThanTheCacheHasRoomForAreRefused) {
   EXPECT_THROW(model->decode(at::zeros({1, 4}, at::kLong), cache), Error);
 }
 
-// A head's gradient is never put off: what a weight product waits with is the gradient of all
+// A head's gradient is never deferred: a deferred weight product would keep the gradient of all
 // logits.
 
 template <class Head>
@@ -248,8 +248,8 @@ TEST(Head, OfGemma4FormsItsGradientAtOnce) {
   expect_no_ticket(std::make_shared<Gemma4Head>(spec, nn::TensorRegion()), spec);
 }
 
-// What a layer holds between forward and backward, by mode; that the result tells nothing of it is
-// tests/golden/recompute_test.cpp.
+// Checks what a layer holds between forward and backward, by mode; tests/golden/recompute_test.cpp
+// checks that results do not depend on it.
 using test::HeldBytes;
 
 // Those of tiny().

@@ -1,4 +1,4 @@
-// What a config.json of DeepSeek V2 says, in both spellings, and what is refused in it.
+// The config.json of DeepSeek V2, in both spellings, and what is refused in it.
 #include <nlohmann/json.hpp>
 
 #include "models/description.h"
@@ -31,7 +31,7 @@ json lite() {
     "v_head_dim": 12, "vocab_size": 128})");
 }
 
-/// What the full model has besides.
+/// The config with the keys of the full model.
 json full() {
   json config = lite();
   config["ep_size"] = 1;
@@ -103,7 +103,7 @@ TEST(DeepseekV2Config, BothSpellingsGiveTheSameSpec) {
 TEST(DeepseekV2Config, WhatIsWrittenHasTheHubsKeys) {
   for (json hub : {lite(), full()}) {
     const json written = json::parse(config_json(spec_of(hub)));
-    // Of the published ones only those that say nothing about the computation are left out.
+    // Only those published keys are left out that say nothing about the computation.
     for (const char* key : {"auto_map", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp",
                             "transformers_version"}) {
       hub.erase(key);

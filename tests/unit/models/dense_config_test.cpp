@@ -1,5 +1,5 @@
-// What a config.json of Gemma 3 says of its text model, alone and in a folder with a vision tower,
-// in both spellings, and what is refused in it.
+// The text model in a config.json of Gemma 3, alone and in a folder with a vision tower, in both
+// spellings, and what is refused in it.
 
 #include <nlohmann/json.hpp>
 
@@ -64,7 +64,7 @@ TEST(Gemma3Config, AFolderOfTheWholeModelGivesItsTextModel) {
   EXPECT_EQ(parse_spec(config_json(spec)).spec, spec);
 }
 
-TEST(Gemma3Config, WhatStandsBesideTheTextModelIsKnownOrRefused) {
+TEST(Gemma3Config, KeysAroundTheTextModelAreKnownOrRefused) {
   nlohmann::json config = whole();
   config["mm_hidden_act"] = "gelu";
   EXPECT_THAT(config_refusal(config.dump()), Says("mm_hidden_act"));
@@ -132,7 +132,7 @@ TEST(Gemma3Config, WhatIsNotSupportedIsRefusedByName) {
                           {"layer_types", {"sliding_attention"}}});
 }
 
-// What a config.json of GPT-2 says, in both spellings, and what is refused in it.
+// The config.json of GPT-2, in both spellings, and what is refused in it.
 constexpr const char* kDropouts[] = {"attn_pdrop", "embd_pdrop", "resid_pdrop"};
 
 constexpr ConfigOfFolder kGpt2("gpt2-fp32");
@@ -219,7 +219,7 @@ TEST(Gpt2Config, WhatIsNotSupportedIsRefusedByName) {
                         {"n_ctx", 16, "n_ctx: found 16"}});
 }
 
-// What a config.json of Mistral says, in both spellings, and what is refused in it.
+// The config.json of Mistral, in both spellings, and what is refused in it.
 constexpr ConfigOfFolder kMistral("mistral-fp32");
 
 TEST(MistralConfig, BothSpellingsGiveTheSameSpec) {
@@ -257,7 +257,7 @@ TEST(MistralConfig, WhatIsNotSupportedIsRefusedByName) {
                            {"quantization_config", {{"quant_method", "fp8"}}}});
 }
 
-// What a config.json of OLMo 2 says, in both spellings, and what is refused in it.
+// The config.json of OLMo 2, in both spellings, and what is refused in it.
 constexpr ConfigOfFolder kOlmo2("olmo2-fp32");
 
 TEST(Olmo2Config, BothSpellingsGiveTheSameSpec) {
@@ -304,7 +304,7 @@ TEST(Olmo2Config, WhatIsNotSupportedIsRefusedByName) {
                          {"quantization_config", {{"quant_method", "fp8"}}}});
 }
 
-// What a config.json of Qwen2 says, in both spellings, and what is refused in it.
+// The config.json of Qwen2, in both spellings, and what is refused in it.
 constexpr ConfigOfFolder kQwen2("qwen2-fp32");
 
 TEST(Qwen2Config, BothSpellingsGiveTheSameSpec) {
@@ -578,8 +578,7 @@ TEST(Phi3Config, WhatIsNotSupportedIsRefusedByName) {
 
 constexpr ConfigOfFolder kQwen3("qwen3-fp32");
 
-// What a folder of Qwen3-VL says of its text is a Qwen3; against transformers:
-// convert_whole_test.py.
+// The text model in a folder of Qwen3-VL is a Qwen3; against transformers: convert_whole_test.py.
 TEST(Qwen3VlConfig, AFolderOfTheWholeModelGivesItsTextModel) {
   nlohmann::json text = kQwen3.json();
   text.erase("architectures");

@@ -148,7 +148,7 @@ TEST(Description, OfWhateverIsAcceptedOverflowsNothing) {
   EXPECT_GT(described, 0);
 }
 
-// What is reviewed when a family or a layer changes: files, contracts and plans all follow from it.
+// A change of a family or a layer is reviewed here: files, contracts and plans all follow from it.
 TEST(Description, OfEachFamilyIsTheRecordedText) {
   for (const char* name : {"deepseek-v2-fp32", "deepseek-v2-group-fp32",
                            "deepseek-v3-fp32", "glm4-moe-fp32",

@@ -156,7 +156,7 @@ TEST(Gemma4Model, EveryTokenIsCountedAtItsExpertsInEveryLayer) {
   const auto model = drawn(small());
   ModelInputs inputs;
   inputs.input_ids = at::tensor({5, 6, 7}, at::kLong).view({1, 3});
-  EXPECT_TRUE(model->forward_routed(inputs).loads.empty()) << "nobody asked";
+  EXPECT_TRUE(model->forward_routed(inputs).loads.empty()) << "not asked for";
   inputs.router_statistics = RouterStatistics::kAndProbabilities;
   inputs.imposed_routing.assign(2, at::tensor({0, 1, 0, 1, 0, 3}, at::kLong).view({3, 2}));
   const ModelOutput output = model->forward_routed(inputs);

@@ -121,7 +121,7 @@ TEST(Qwen3NextConfig, ALayerListThatDoesNotFitIsRefusedByName) {
                              {"full_attention_interval", -2},
                              {"full_attention_interval", 2.5},
                              {"full_attention_interval", "2"}});
-  // Beside an interval of 2, as the folder has it.
+  // With an interval of 2, as the folder has it.
   EXPECT_THAT(kQwen3Next.refusal({{"layer_types", types({kFull, kLinear, kLinear})}}),
               Says("layer_types", "full_attention_interval"));
 }
@@ -167,7 +167,7 @@ TEST(Qwen3NextConfig, RanksOfTpShareKeyHeads) {
   EXPECT_EQ(to_string(rows.at(layer + "out_proj.weight").layout), "tp 2 S(1), gradient S(1)");
   EXPECT_EQ(rows.at("model.layers.1.self_attn.q_proj.weight").shape,
             (std::vector<std::int64_t>{128, 32}))
-      << "a gate beside each query";
+      << "a gate with each query";
 
   EXPECT_THAT(refusal_of(ErrorKind::kConfig, [] { describe(kQwen3Next.spec(), {}, {.tp = 4}); }),
               Says("tensor_parallel_degree: found 4", "linear_num_key_heads = 2"));

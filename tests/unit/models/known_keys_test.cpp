@@ -109,7 +109,7 @@ TEST_P(KnownKeys, OfAnUnknownKeyEveryOtherValueIsRefused) {
   }
 }
 
-/// Of published files of this family, whose classes have no use for it.
+/// Whether the key has no meaning in published files of this family, whose classes do not read it.
 bool says_nothing(const std::string& folder, std::string_view key) {
   return folder.starts_with("smollm3") && key == "pretraining_tp";
 }

@@ -127,8 +127,8 @@ TEST(LoraOfExperts, DropoutAndARankAboveAnExpertsMatrixAreRefused) {
                     Says("model.layers.0.mlp.experts.down_proj"), Says("peft")));
 }
 
-// What each rank of a layout holds, and whose sums its gradients are.
-TEST(LoraOfExperts, FactorsLieAsTheProductsThatTheyStandBeside) {
+// Each rank of a layout holds these parts, and its gradients are these sums.
+TEST(LoraOfExperts, FactorsLieAsTheirProducts) {
   const ModelSpec spec = with_experts();
   const LoraSpec lora = plan_lora(spec, asks({"layers.1.mlp.experts.*"}));
   const auto rows = [&](const ParallelDims& degrees) {

@@ -250,7 +250,7 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);
 }
 
-// What a config.json of DeepSeek V3 says, in both spellings, and what is refused in it.
+// The config.json of DeepSeek V3, in both spellings, and what is refused in it.
 using nlohmann::json;
 
 constexpr ConfigOfFolder kDeepseekV3("deepseek-v3-fp32");
@@ -277,8 +277,8 @@ TEST(DeepseekV3Config, SaysLatentsSigmoidsAndGroups) {
   EXPECT_FALSE(kDeepseekV3.spec({{"norm_topk_prob", false}}).moe->norm_topk_prob);
 }
 
-// Kimi K2's files have another model_type; what is written has that of the classes, which transformers
-// knows.
+// Kimi K2's files have another model_type; the written one is that of the classes, which
+// transformers knows.
 TEST(DeepseekV3Config, KimiK2IsTheSameFamily) {
   const ConfigOfFolder kimi("kimi-k2-fp32");
   const ModelSpec spec = kimi.spec();
@@ -296,7 +296,7 @@ TEST(DeepseekV3Config, KimiK2IsTheSameFamily) {
 
 TEST(DeepseekV3Config, WhatIsWrittenHasTheHubsKeys) {
   json hub = kDeepseekV3.json();
-  // Of the published ones only those that say nothing about the computation are left out.
+  // Only those published keys are left out that say nothing about the computation.
   for (const char* key : {"aux_loss_alpha", "seq_aux", "ep_size", "transformers_version"}) {
     hub.erase(key);
   }
@@ -344,7 +344,8 @@ std::optional<std::int64_t> layer_of(const json& keys, std::string_view publishe
   return prediction_layer(parse_spec(config.dump()), published);
 }
 
-// The model has layers 0 to 2: one that the config does not count is not taken for one that predicts.
+// The model has layers 0 to 2: a layer beyond the config's count is not taken for one that
+// predicts.
 TEST(DeepseekV3Config, PredictionLayersAreThoseThatItCounts) {
   for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"}) {
     const json one{{key, 1}};
@@ -387,7 +388,7 @@ TEST(DeepseekV3Config, EachRouterHasAStoredBiasAndNoneIsAdded) {
   EXPECT_TRUE(kDeepseekV3.spec().moe->has_stored_bias());
 }
 
-// What a config.json of GLM 4.5 says, in both spellings, and what is refused in it.
+// The config.json of GLM 4.5, in both spellings, and what is refused in it.
 constexpr ConfigOfFolder kGlm4("glm4-moe-fp32");
 
 TEST(Glm4MoeConfig, SaysHalfTurnedHeadsBiasesAndSigmoids) {
@@ -466,7 +467,7 @@ TEST(Glm4MoeConfig, TheLayerBehindTheLastIsNoPartOfTheModel) {
   EXPECT_EQ(prediction_layer(parsed, "model.layers.5.mlp.gate.weight"), std::nullopt);
 }
 
-// What a config.json of Llama 4's text model says, in both spellings, and what is refused in it.
+// The config.json of Llama 4's text model, in both spellings, and what is refused in it.
 constexpr auto kChunked = LayerType::kChunked;
 constexpr auto kFull = LayerType::kFull;
 

@@ -38,7 +38,7 @@ void PrintTo(const Case& value, std::ostream* out) { *out << value.folder; }
 
 class MoeReference : public ::testing::TestWithParam<Case> {
  protected:
-  /// Of the mean loss.
+  /// Returns the mean loss.
   at::Tensor loss_of(Decoder& model, ModelInputs inputs) const {
     inputs.targets = nn::next_token_targets(reference_.result("labels"));
     return model.forward(inputs) / static_cast<double>(nn::count_kept(*inputs.targets));
@@ -208,7 +208,7 @@ TEST_P(MoeReference, RoutingWeightsAgree) {
   }
 }
 
-// What a cache holds of a token: the latent and the rotated part of the one key, for all heads.
+// A cache holds for a token the latent and the rotated part of the one key, for all heads.
 TEST(LatentAttention, TheCacheHoldsTheLatentAlone) {
   for (const char* name : {"deepseek-v2-group-fp32", "deepseek-v3-fp32"}) {
     const Reference reference(name);

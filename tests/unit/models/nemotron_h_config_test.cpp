@@ -1,4 +1,4 @@
-// What a config.json of Nemotron-H says, in both spellings, what is refused in it, and where the word
+// The config.json of Nemotron-H, in both spellings, what is refused in it, and where the word
 // Infinity, which is no JSON, is read.
 #include <nlohmann/json.hpp>
 

@@ -17,7 +17,7 @@ struct Sums {
   std::map<std::string, at::Tensor> gradients;
 };
 
-/// Of the batches, one after the other.
+/// Returns the sums of the batches, one after the other.
 Sums sums_of(LanguageModel& model, const std::vector<ModelInputs>& batches) {
   Sums sums;
   model.zero_grad();
@@ -186,8 +186,8 @@ TEST_P(PackedModel, StartsThatFitNoDocumentAreRefused) {
 /// Families with layers that keep a state.
 class PackedStates : public PackedModel {};
 
-// A chunk of the delta rule has at most 64 positions, one of the folder's Mamba-2 layers 32: the first and the
-// last document are longer than either, and no border is a chunk's.
+// A chunk of the delta rule has at most 64 positions, one of the folder's Mamba-2 layers 32: the
+// first and the last document are longer than either, and no border is a chunk's.
 TEST_P(PackedStates, DocumentsLongerThanAChunkAreThoseOfTheDocumentsAlone) {
   constexpr std::int64_t kFirst = 70, kSecond = 3;
   const Cut both = cut({kFirst, kSecond, ids_.numel() - kFirst - kSecond});

@@ -26,7 +26,7 @@ class Reference {
   explicit Reference(const std::string& name);
 
   const ModelSpec& spec() const { return spec_; }
-  /// Of reference.safetensors.
+  /// Reads a tensor of reference.safetensors.
   at::Tensor result(const std::string& name) const { return read_tensor(results_, name); }
 
   bool has_result(const std::string& name) const { return results_.header().find(name) != nullptr; }

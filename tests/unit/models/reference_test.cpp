@@ -81,7 +81,7 @@ class Gpt2Reference : public ::testing::TestWithParam<const char*> {
     inputs.input_ids = reference_.result("input_ids");
     return model.forward(inputs);
   }
-  /// Of the mean loss.
+  /// Returns the mean loss.
   at::Tensor loss(LanguageModel& model) const {
     ModelInputs inputs;
     inputs.input_ids = reference_.result("input_ids");

@@ -112,7 +112,7 @@ class RopeSpellings : public ::testing::TestWithParam<Spelling> {
   }
 };
 
-TEST_P(RopeSpellings, BothBesideEachOtherAreReadAsEitherAlone) {
+TEST_P(RopeSpellings, BothTogetherAreReadAsEitherAlone) {
   Draw draw(20261128);
   for (int i = 0; i < 40; ++i) {
     const DrawnRope rope = drawn(draw);
@@ -295,7 +295,7 @@ INSTANTIATE_TEST_SUITE_P(
       return name;
     });
 
-TEST(RopeSpelling, ThePositionsBesideTheRecordsCountWhereTheyDoNotSay) {
+TEST(RopeSpelling, PositionsOutsideTheRecordsCountWhereTheseHaveNone) {
   const ConfigOfFolder config("llama-fp32");
   const json yarn{{"rope_type", "yarn"}, {"factor", 4.0}};
   EXPECT_EQ(config.spec({{"rope_scaling", yarn}, {"original_max_position_embeddings", 77}})
@@ -315,8 +315,8 @@ TEST(RopeSpelling, AThetaThatOnlyOneOfThemHasIsRefused) {
   keys["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 2.0}};
   keys["rope_parameters"] = {{"rope_type", "linear"}, {"factor", 2.0}, {"rope_theta", 5e5}};
   EXPECT_THAT(config_refusal(keys.dump()),
-              Says("rope_theta 10000.0 (meant without the key, which rope_scaling lacks)"
-                   " beside 500000.0 there"));
+              Says("rope_theta: 10000.0 (meant without the key, which rope_scaling lacks), but"
+                   " 500000.0 there"));
 }
 
 }  // namespace

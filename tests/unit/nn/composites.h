@@ -113,8 +113,8 @@ inline at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& key
       .reshape({rows, positions, groups * repeat * values.size(3)});
 }
 
-/// q, k and v as causal_attention takes them; visible [B or 1, T or 1, T] bool: whether query i (dim
-/// 1) sees key j (dim 2). -> [B, T, G*R*D]. Every query must see a key.
+/// q, k and v as causal_attention takes them; visible [B or 1, T or 1, T] bool: whether query i
+/// (dim 1) sees key j (dim 2). -> [B, T, G*R*D]. Every query must see a key.
 inline at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const at::Tensor& visible, double scale) {
   const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), q.size(4)}).transpose(1, 2);
@@ -143,7 +143,7 @@ inline at::Tensor windowed_attention_composite(const at::Tensor& q, const at::Te
                                                double scale) {
   // Sinks get their gradient out of sums that nearly cancel: 16-bit scores would leave little of
   // it.
-  // Of one product: enough rows to be worth it, few enough that its scores stay small.
+  // The block of one product: enough rows to be worth it, few enough that its scores stay small.
   constexpr std::int64_t block_size = 256;
   const WideScope scores;
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);

@@ -64,7 +64,7 @@ TEST_F(GemmaLayers, ProportionalRopeTurnsTheFirstPairsWithTheFrequenciesOfTheWho
   const at::Tensor found = inverse_frequencies(options, 16);
   EXPECT_TRUE(found.narrow(0, 0, 3).equal(whole.narrow(0, 0, 3) / 2.0));
   EXPECT_EQ(found.narrow(0, 3, 5).abs().max().item<double>(), 0.0);
-  // What does not turn passes unchanged, to the bit.
+  // An element that does not turn passes unchanged, to the bit.
   options.factor = 1.0;
   Rope rope(options, 16);
   const at::Tensor x = at::randn({1, 4, 16});
@@ -108,7 +108,7 @@ Tensors heads(std::int64_t rows, std::int64_t positions) {
 }
 
 // Images that are read both ways inside a window, of random lengths, and documents between them:
-// beside the whole mask of who sees whom.
+// compared with the whole mask of which positions see each other.
 TEST_F(GemmaLayers, RunsInAWindowAreTheWholeMask) {
   for (const std::int64_t positions : {1, 9, 70, 300}) {
     const at::Tensor flags = at::rand({2, positions}).gt(0.4);
@@ -129,7 +129,7 @@ TEST_F(GemmaLayers, RunsInAWindowAreTheWholeMask) {
   }
 }
 
-// What lies behind the end has no influence, neither on the result nor on gradients, and a query that
+// Keys after the end have no influence, neither on the result nor on gradients, and a query that
 // does not see itself is as others.
 TEST_F(GemmaLayers, HiddenKeysHaveNoInfluence) {
   Tensors in = heads(1, 6);

@@ -1,4 +1,4 @@
-// Grouped products against a loop over the groups, whatever way they are formed.
+// Grouped products against a loop over the groups, for each way to form them.
 #include "nn/grouped_linear.h"
 
 #include <limits>
@@ -133,7 +133,7 @@ TEST_F(GroupedLinear, AFrozenWeightsProductIsNotFormed) {
   }
 }
 
-// A loop that knows no begins would give back memory as it was.
+// A loop without begins would return memory as it was.
 TEST_F(GroupedLinear, ALoopAsksForTheBegins) {
   const at::Tensor a = at::randn({8, 16}), b = at::randn({2, 16, 8});
   const RowGroups on_device{{}, at::tensor({3, 8}, at::kInt)};

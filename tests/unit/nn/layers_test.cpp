@@ -1,4 +1,4 @@
-// What layers promise about dtypes, frozen weights and empty batches.
+// The promises of layers about dtypes, frozen weights and empty batches.
 #include <ATen/ATen.h>
 
 #include <optional>
@@ -105,7 +105,7 @@ class AskedWeights final : public kernels::Watcher {
   kernels::WatchScope here_;
 };
 
-// Naive: with adapters every norm sums a gradient that nobody takes.
+// Naive: with adapters every norm sums a gradient that is not used.
 TEST_F(Layers, FrozenNormsAreNotAskedForTheirWeightsGradients) {
   Rope rope({}, 8);
   const RopeTable table = rope.table(5, at::kFloat, at::kCPU);
@@ -124,7 +124,7 @@ TEST_F(Layers, FrozenNormsAreNotAskedForTheirWeightsGradients) {
   }
 }
 
-// Naive: beside adapters the sinks' shares of all rows are written, and summed for nobody.
+// Naive: with adapters the sinks' shares of all rows are written, and summed without use.
 TEST_F(Layers, FrozenSinksFormNoGradientAndTheOthersHaveTheSameBits) {
   std::vector<at::Tensor> expected;
   for (const bool trains : {true, false}) {
@@ -151,7 +151,7 @@ std::int64_t bytes_held_after(const std::function<Tensors()>& call) {
   return counter.bytes();
 }
 
-// Naive: what a device's kernels return beside their results is kept, such as copies in fp32.
+// Naive: further results of a device's kernels are kept, such as copies in fp32.
 TEST_F(Layers, DevicesKeepForBackwardWhatTheCpuKeeps) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const auto drawn = [&](at::IntArrayRef sizes) {
@@ -198,7 +198,7 @@ TEST_F(Layers, RopeTablesAreRoundedOnlyAtTheEnd) {
   EXPECT_NEAR(exact.cos[4999][3].item<double>(), std::cos(4999 * std::pow(1e6, -0.75)), 1e-5);
 }
 
-TEST_F(Layers, Llama3ScalingKeepsShortWavesAndStretchesLongOnes) {
+TEST_F(Layers, Llama3ScalingKeepsShortWavesAndLengthensLongOnes) {
   const at::Tensor plain = inverse_frequencies({.theta = 500000.0}, 64);
   const at::Tensor scaled = inverse_frequencies({.theta = 500000.0,
                                                  .type = RopeType::kLlama3,

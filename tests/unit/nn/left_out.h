@@ -28,7 +28,7 @@ inline std::vector<at::Tensor> leaves_of(std::vector<at::Tensor> inputs) {
 }
 
 /// A backward that reaches the node of `left_out` without a gradient for it.
-inline void backward_beside(const at::Tensor& left_out) {
+inline void backward_around(const at::Tensor& left_out) {
   const at::Tensor used = at::ones({3}).requires_grad_(true);
   TwoResults::apply(used, left_out)[0].sum().backward();
   EXPECT_TRUE(used.grad().equal(at::ones({3})));
@@ -40,7 +40,7 @@ inline void expect_left_out(const Function& function, const std::vector<at::Tens
   const std::vector<at::Tensor> leaves = leaves_of(inputs);
   const at::Tensor result = function(leaves);
   ASSERT_TRUE(result.requires_grad()) << what;
-  backward_beside(result);
+  backward_around(result);
   for (std::size_t i = 0; i < leaves.size(); ++i) {
     EXPECT_FALSE(leaves[i].grad().defined()) << what << ": input " << i;
   }

@@ -128,14 +128,14 @@ TEST_F(LeftOut, AWeightThatIsUsedTwiceHasTheGradientOfTheUseInTheLoss) {
   }
 }
 
-/// Of x, residual and the norm's weight.
+/// Returns the gradients of x, residual and the norm's weight.
 Tensors gradients_of_add_rms_norm(const Tensors& inputs, bool uses_sum, bool uses_normed) {
   const Tensors leaves = leaves_of(inputs);
   const auto [sum, normed] = add_rms_norm(leaves[0], leaves[1], leaves[2], kEps);
   if (uses_sum) {
     (uses_normed ? sum.square().sum() + normed.pow(3).sum() : sum.square().sum()).backward();
   } else {
-    uses_normed ? normed.pow(3).sum().backward() : backward_beside(sum + normed);
+    uses_normed ? normed.pow(3).sum().backward() : backward_around(sum + normed);
   }
   return {leaves[0].grad(), leaves[1].grad(), leaves[2].grad()};
 }
@@ -266,7 +266,7 @@ TEST_F(SecondDerivative, IsThatOfDifferencesOfTheFirst) {
 }
 
 // Dtypes without a kernel: results and gradients have the bits of ATen's operations under autograd,
-// whoever wrote their derivatives.
+// for all derivatives, ATen's or our own.
 
 class CompositeBits : public ::testing::TestWithParam<at::ScalarType> {
  protected:

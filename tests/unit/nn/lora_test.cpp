@@ -1,4 +1,4 @@
-// Adapters beside frozen linear layers: values, gradients, and what dropout is a function of.
+// Adapters of frozen linear layers: values, gradients, and what dropout is a function of.
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "tessera/recompute.h"
@@ -32,9 +32,9 @@ TEST_F(Lora, EqualsTheCompositeInFloat64WithAllGradients) {
   }
 }
 
-// The product and the sum are fp32 whatever the layer's dtype: one rounding, of the result and of
-// the gradient that goes on; the adapter's own gradients have none.
-TEST_F(Lora, BesideABFloat16LayerIsRoundedOnce) {
+// The product and the sum are fp32 for any dtype of the layer: one rounding, of the result and of
+// the gradient that is passed on; the adapter's own gradients have none.
+TEST_F(Lora, OnABFloat16LayerIsRoundedOnce) {
   const auto ours = [](const Tensors& in) {
     return add_adapter(in[0], in[1], in[2], in[3], {.rank = 4, .scale = kScale});
   };
@@ -108,7 +108,7 @@ TEST_F(Lora, DropoutFollowsFromThePlaceInTheGlobalBatch) {
   }
 }
 
-// Of 40,000 elements a share of 0.4 is dropped, within five standard deviations (0.0025), and the
+// A share of 0.4 of 40,000 elements is dropped, within five standard deviations (0.0025), and the
 // others are scaled to keep the mean.
 TEST_F(Lora, DropoutDropsItsShareAndScalesTheRest) {
   const LoraOptions options{.rank = 1, .dropout = 0.4, .layer = "l"};

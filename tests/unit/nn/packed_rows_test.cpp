@@ -1,4 +1,5 @@
-// Rows that are packed of documents beside the documents alone: kernels, rope, whole attention layers.
+// Rows that are packed of documents against the documents alone: kernels, rope, whole attention
+// layers.
 #include <ATen/ATen.h>
 
 #include <random>
@@ -129,7 +130,7 @@ TEST(PackedRows, LatentAttentionIsThatOfEachDocumentAlone) {
   }
 }
 
-// What another document holds has no influence, not by a bit.
+// Another document has no influence, not by a bit.
 TEST(PackedRows, DocumentsDoNotSeeEachOther) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const auto rows = rows_of_seed(5, 1, 300);
@@ -149,7 +150,7 @@ TEST(PackedRows, DocumentsDoNotSeeEachOther) {
   }
 }
 
-// One row alone has the bits that it has among others, whatever their documents are.
+// One row alone has the bits that it has among others, for any documents of these.
 TEST(PackedRows, RowsDoNotDependOnEachOther) {
   const auto rows = rows_of_seed(9, 3, 200);
   const at::Tensor starts = documents_of(rows).starts;

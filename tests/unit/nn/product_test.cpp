@@ -55,7 +55,7 @@ TEST_F(Products, AreOnOneThreadUpToAMillionMultiplications) {
 }
 
 // Shapes on both sides of what one thread computes, whole and transposed matrices, two dtypes: the
-// bits are those of libtorch's product on one thread where they are of few rows, else on any number.
+// bits are those of libtorch's product on one thread where they have few rows, else on any number.
 TEST_F(Products, HaveTheBitsOfLibtorchs) {
   std::mt19937 draw(5);
   const auto side = [&] { return static_cast<std::int64_t>(1 + draw() % 200); };

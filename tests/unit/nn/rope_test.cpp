@@ -1,4 +1,4 @@
-// The kinds of rope that stretch frequencies, and the one that turns neighbours.
+// The kinds of rope that scale frequencies, and the one that turns neighbours.
 #include "nn/rope.h"
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@
 namespace tessera::nn::rope_test {
 namespace {
 
-/// Of deepseek-v2.
+/// The rope of deepseek-v2.
 RopeOptions deepseek() {
   return {.theta = 10000.0,
           .type = RopeType::kYarn,
@@ -25,7 +25,7 @@ RopeOptions deepseek() {
           .yarn = {.attention_factor = 1.0}};
 }
 
-/// Of gpt-oss.
+/// The rope of gpt-oss.
 RopeOptions gpt_oss() {
   return {.theta = 150000.0,
           .type = RopeType::kYarn,
@@ -96,8 +96,8 @@ TEST(Rope, TheFactorOfTheTablesIsTakenBeforeTheyAreRounded) {
                   1.3465735902799727F * std::sin(1.0F));
 }
 
-// Property: of a head that turns in part, the table is that of a head of the turned part's size, and
-// leaves the rest as it is: factors of the kind are of the turned part only.
+// Property: where a part of a head turns, the table is that of a head of the turned part's size,
+// and leaves the rest as it is: factors of the kind are of the turned part only.
 TEST(Rope, ATableOfAPartLeavesTheRestAsItIs) {
   std::mt19937_64 draw(20261128);
   const auto below = [&](std::uint64_t most) { return static_cast<double>(draw() % most); };
@@ -132,7 +132,7 @@ TEST(Rope, ATableOfAPartLeavesTheRestAsItIs) {
   }
 }
 
-/// Of Phi-4-mini in small: three quarters of a head of 8.
+/// The rope of Phi-4-mini in small: three quarters of a head of 8.
 RopeOptions phi4_mini() {
   return {.theta = 10000.0,
           .type = RopeType::kLongRope,
@@ -143,7 +143,7 @@ RopeOptions phi4_mini() {
 }
 
 // Property: a row as long as the original context has the short factors, one position more the long
-// ones at every position, whatever the tables were asked for before.
+// ones at every position, for any tables that were asked for before.
 TEST(Rope, LongRopeChoosesByTheLengthOfTheRow) {
   const RopeOptions options = phi4_mini();
   Rope rope(options, 8);

@@ -1,4 +1,4 @@
-// Attention with windows and sinks beside another way of writing it down.
+// Attention with windows and sinks against another way of writing it down.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -88,8 +88,8 @@ struct Size {
 };
 
 /// One position and one key, fewer positions than the window, than a block and than sixteen;
-/// windows of one key, of a block and beside it; values narrower and wider than keys; rows without
-/// end.
+/// windows of one key, of a block and of one key more or less; values narrower and wider than keys;
+/// rows without end.
 constexpr Size kOddSizes[] = {{1, 1, 1, 1, 1, 3, 5, std::nullopt},
                               {2, 3, 1, 1, 1, 4, 4, 1},
                               {1, 2, 3, 5, 5, 8, 2, 70},
@@ -232,7 +232,7 @@ TEST_F(WindowedAttention, SecondDerivativesAreRefused) {
                Error);
 }
 
-// What lies before the window has no influence: neither on the result nor on gradients.
+// Keys before the window have no influence: neither on the result nor on gradients.
 TEST_F(WindowedAttention, KeysBeforeTheWindowHaveNoInfluence) {
   Tensors in = inputs(1, 1, 10);
   for (at::Tensor& tensor : in) tensor.requires_grad_(true);

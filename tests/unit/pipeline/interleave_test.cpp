@@ -150,7 +150,7 @@ TEST(Interleave, IsALineOfText) {
   EXPECT_EQ(to_string(turns_of(2, 1)), "B1 F1 | F2");
   EXPECT_EQ(to_string(turns_of(13, 9)), "B1 F1 B2 F2 ... B9 F9 | F10-13");
   EXPECT_EQ(to_string(turns_of(12, 13)), "B1 F1 B2 F2 ... B12 F12 | B13");
-  // What was done another way is shown as it was.
+  // Another order of turns is shown as it was.
   EXPECT_EQ(to_string({{Side::kForward, 0}, {Side::kForward, 1}, {Side::kBackward, 0}}),
             "F1-2 | B1");
 }

@@ -59,7 +59,7 @@ TEST(Kinds, OfOneStageARankAreThoseOfTheirPapers) {
 }
 
 // Two forwards more ahead a hop, then pairs, then what is left.
-TEST(Kinds, Paired1F1BHasEachForwardBesideAnEarlierBackward) {
+TEST(Kinds, Paired1F1BHasEachForwardWithAnEarlierBackward) {
   EXPECT_EQ(to_string(make_schedule(Kind::kPairedOneFOneB, {1, 1, 3})),
             "rank 0: 0F0 (0F1;0B0) (0F2;0B1) 0B2\n");
   EXPECT_EQ(to_string(make_schedule(Kind::kPairedOneFOneB, {2, 1, 5})),
@@ -311,7 +311,7 @@ TEST(ScheduleCsv, RefusesMoreStepsThanAScheduleHas) {
                                             ": found more than ", kMostSteps, " steps")));
 }
 
-// What cannot run is read, and validation names it.
+// A schedule that cannot run is read, and validation names the fault.
 TEST(ScheduleCsv, LeavesWhatCannotRunToTheValidator) {
   const Program gap = parse_csv("0F0,0B0\n2F0,2B0\n", "x");
   EXPECT_EQ(gap.rank_of, (std::vector<int>{0, -1, 1}));

@@ -1,5 +1,5 @@
-// Random valid schedules: stages on ranks in any way, B or I and W, F beside B, in the order of
-// micro-batches or in any.
+// Random valid schedules: stages on ranks in any way, B or I and W, F paired with B, in the order
+// of micro-batches or in any.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ class Dice {
 
 enum class MicroBatchOrder : std::uint8_t { kKept, kAny };
 
-/// Draws a whole run of the pipeline, one slot after the other on any rank that can go on, and
+/// Draws a whole run of the pipeline, one slot after the other on any rank that can continue, and
 /// notes for each rank what it did: valid because it happened.
 class ScheduleDraw {
  public:
@@ -49,7 +49,7 @@ class ScheduleDraw {
     cells_.resize(cells);
     const int halves = dice.roll(3) * 50;  // never, sometimes, always
     for (Cell& cell : cells_) cell.in_halves = dice.chance(halves);
-    beside_percent_ = dice.roll(3) * 40;
+    pair_percent_ = dice.roll(3) * 40;
   }
 
   pipeline::Schedule draw() {
@@ -117,7 +117,7 @@ class ScheduleDraw {
     std::vector<pipeline::Action> backwards;
     std::ranges::copy_if(ready, std::back_inserter(backwards),
                          [](const auto& action) { return action.kind == Kind::kBackward; });
-    if (slot.action.kind == Kind::kForward && !backwards.empty() && dice_.chance(beside_percent_)) {
+    if (slot.action.kind == Kind::kForward && !backwards.empty() && dice_.chance(pair_percent_)) {
       slot.paired = dice_.pick(backwards);
     }
     slot.each([&](const pipeline::Action& action) {
@@ -136,7 +136,7 @@ class ScheduleDraw {
   MicroBatchOrder order_;
   pipeline::Schedule schedule_;
   std::vector<Cell> cells_;
-  int beside_percent_ = 0;
+  int pair_percent_ = 0;
 };
 
 inline pipeline::Schedule random_schedule(Dice& dice,

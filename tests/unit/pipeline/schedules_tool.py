@@ -1,4 +1,4 @@
-"""The tests beside PyTorch share this: the shapes of all kinds, and print_schedules, which makes the schedules.
+"""The tests against PyTorch share this: the shapes of all kinds, and print_schedules, which makes the schedules.
 
 TESSERA_SCHEDULES_TOOL is its path.
 """

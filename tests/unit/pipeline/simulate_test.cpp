@@ -101,7 +101,7 @@ TEST(Simulate, Paired1F1BTakesAPairAMicroBatch) {
 }
 
 // On several ranks DualPipeV, whose stages are half as large, takes less, on one rank more.
-TEST(Simulate, Paired1F1BBesideOtherKinds) {
+TEST(Simulate, Paired1F1BAgainstOtherKinds) {
   const auto makespans = [](Kind kind, int ranks, int micro_batches) {
     std::vector<double> found;
     for (const double pair : {3.0, 2.0}) {
@@ -128,8 +128,8 @@ TEST(Simulate, Paired1F1BBesideOtherKinds) {
                                 ElementsAre(51, 38)));
 }
 
-// F and B alone stand waiting for all of their exchanges; pairs for what their turns leave of them, or
-// for what a given cost has above their computing.
+// F and B alone wait for all of their exchanges; pairs for what their turns leave of them, or for
+// what a given cost has above their computation.
 TEST(Simulate, CountsWhatExchangesExpose) {
   const Schedule schedule = make_schedule(Kind::kPairedOneFOneB, {2, 1, 4});
   const StageCosts computing{.forward = 8, .input_gradient = 5, .weight_gradient = 5};
@@ -196,7 +196,7 @@ TEST(Simulate, CountsLiveAndDeferredBytes) {
   EXPECT_EQ(gpipe.ranks[0].peak_bytes, 500);
   EXPECT_EQ(gpipe.ranks[1].peak_bytes, 50);
   EXPECT_EQ(gpipe.ranks[1].peak_deferred_bytes, 0);
-  // Rank 1 of ZB1P: 1F0 1I0 1F1 1I1 1W0 ..., one W is put off always, two for a moment.
+  // Rank 1 of ZB1P: 1F0 1I0 1F1 1I1 1W0 ..., one W is always deferred, two for a moment.
   costs[1].deferred_bytes = 70;
   const Simulated zero = simulate(make_schedule(Kind::kZeroBubble, {2, 1, 4}), costs);
   EXPECT_EQ(zero.ranks[1].peak_deferred_bytes, 140);
@@ -204,8 +204,8 @@ TEST(Simulate, CountsLiveAndDeferredBytes) {
   EXPECT_EQ(zero.ranks[0].peak_bytes, 200);
 }
 
-// Of any schedule: no rank does two things at once, nothing before it is there, busy and idle are
-// the makespan, and costlier slots make nothing earlier.
+// For any schedule: no rank does two things at once, nothing runs before its inputs, busy and idle
+// are the makespan, and costlier slots make nothing earlier.
 TEST(Simulate, OfRandomSchedulesIsPossible) {
   for (std::uint64_t seed = 1; seed <= 500; ++seed) {
     testing::Dice dice(seed);
@@ -303,9 +303,9 @@ TEST(SlotTrace, PartsMakeUpTheWhole) {
                  "t.json: found no span of the row 'slots' with stage ");
 }
 
-// A message of two tensors on its way for 2 ms in three micro-batches: the receiver stood waiting in
-// one, came 40 ms late to another and was held up for 0.2 ms there, and 0.5 ms late to the third. Naive: the mean of what both ends
-// saw, tensor by tensor, makes 15 ms of it.
+// A message of two tensors takes 2 ms in three micro-batches: the receiver waited in one, came 40
+// ms late to another and was held up for 0.2 ms there, and came 0.5 ms late to the third. Naive:
+// the mean of what both ends saw, tensor by tensor, is 15 ms.
 TEST(SlotTrace, AReceiverThatComesLateMakesNoMessageLonger) {
   std::string events = R"({"ph": "X", "cat": "slots", "name": "0F0", "dur": 1000},
                           {"ph": "X", "cat": "slots", "name": "1F0", "dur": 1000})";
@@ -334,7 +334,7 @@ TEST(SlotTrace, AReceiverThatComesLateMakesNoMessageLonger) {
   };
   message(0, 10.0, 52.0, 0.2);
   message(1, 60.0, 62.5, 0.001);
-  EXPECT_DOUBLE_EQ(cost(), 2.5) << "the shortest, where nobody waited";
+  EXPECT_DOUBLE_EQ(cost(), 2.5) << "the shortest, where no rank waited";
   message(2, 110.0, 112.0, 1.5);
   EXPECT_DOUBLE_EQ(cost(), 2.0);
 }

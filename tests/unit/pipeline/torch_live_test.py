@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Live micro-batches of each rank beside PyTorch's analyze_pipeline_activation_liveness, which came with 2.15.
+"""Live micro-batches of each rank compared with PyTorch's analyze_pipeline_activation_liveness, which came with 2.15.
 
-Below 2.15 the truth is what it counted, recorded in torch_live.json; from 2.15 on it counts anew, and must count what
+Below 2.15 the truth is what it counted, recorded in torch_live.json; from 2.15 on it counts again, and must count what
 is recorded. `torch_live_test.py --record` under 2.15 writes the file: no number in it is ours. Every schedule is
 counted as slots (compute_only) and with messages (compute_comms), each read from a file by both.
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every schedule beside PyTorch's: orders of all kinds, messages, files read and written by both.
+"""Every schedule compared with PyTorch's: orders of all kinds, messages, files read and written by both.
 
 Run by ctest with TESSERA_SCHEDULES_TOOL (print_schedules); leaves with 77 (skipped) without torch.
 TESSERA_FULL=1 takes all of 1-8 ranks, 1-4 stages a rank and up to 3 x stages micro-batches; else a

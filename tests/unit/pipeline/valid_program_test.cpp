@@ -1,4 +1,4 @@
-// Programs that can run: which are refused, and where stages move whatever a file says.
+// Programs that can run: which are refused, and where stages move in spite of a file.
 #include "pipeline/valid_program.h"
 
 #include "pipeline/kinds.h"

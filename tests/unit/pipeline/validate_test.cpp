@@ -1,4 +1,4 @@
-// What can run validates, and each kind of mistake is found by name.
+// A program that can run validates, and each kind of mistake is found by name.
 #include "pipeline/validate.h"
 
 #include <tuple>
@@ -59,7 +59,7 @@ TEST(Validate, EveryKindIsValidAndInOrder) {
   EXPECT_GT(schedules, 400);
 }
 
-/// Of the papers: all; as many as stages follow; those of the stages, one more.
+/// The papers' peaks: all; as many as stages follow; those of the stages, one more.
 std::optional<int> peak_of_paper(Kind kind, const Shape& shape, int rank) {
   switch (kind) {
     case Kind::kGPipe:
@@ -259,7 +259,7 @@ const std::vector<Mistake>& mistakes() {
               {}});
          return true;
        }},
-      {"W beside B", Fault::kRepeated,
+      {"W in addition to B", Fault::kRepeated,
        [](Schedule& schedule, Dice& dice) {
          auto& slots = any_list(schedule, dice);
          const auto whole = std::ranges::find_if(
@@ -452,8 +452,8 @@ TEST(Validate, KindsEndWithFewOpenSends) {
                                                    {"Paired1F1B", 0}}));
 }
 
-// Every send of rank 0 is open when rank 1 begins: far above what a walk that counts them anew at
-// each step could do.
+// Every send of rank 0 is open when rank 1 begins: far above what a walk could do that counts them
+// at each step.
 TEST(Validate, TakesLongSchedules) {
   constexpr int kMicroBatches = kMostMicroBatches / 4;
   const Schedule schedule = make_schedule(Kind::kGPipe, {2, 1, kMicroBatches});

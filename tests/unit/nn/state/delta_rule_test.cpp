@@ -1,5 +1,5 @@
-// The chunked gated delta rule beside the rule as it stands, a position at a time in fp64: drawn
-// sizes, heads, gates and documents, outputs and every gradient.
+// The chunked gated delta rule against its definition, a position at a time in fp64: drawn sizes,
+// heads, gates and documents, outputs and every gradient.
 #include "nn/state/delta_rule.h"
 
 #include <ATen/ATen.h>
@@ -245,7 +245,7 @@ TEST(DeltaRule, DecodesInStepsOfAnySize) {
       const auto part = [&](std::size_t i) { return in[i].narrow(1, begin, count); };
       const at::Tensor before = state, bits = state.defined() ? state.clone() : state;
       parts.push_back(gated_delta_rule_after({part(0), part(1), part(2), part(3), part(4)}, state));
-      // It is replaced: whoever holds the one before may step again from there.
+      // It is replaced: a holder of the one before may step again from there.
       if (before.defined()) EXPECT_TRUE(at::equal(before, bits));
       begin += count;
     }

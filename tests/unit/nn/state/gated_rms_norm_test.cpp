@@ -1,4 +1,4 @@
-// Norms with a gate beside their formulas in fp64, and their roundings beside transformers'.
+// Norms with a gate against their formulas in fp64, and their roundings against transformers'.
 #include "nn/state/gated_rms_norm.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-// The short convolution beside at::conv1d in fp64, on each document alone.
+// The short convolution against at::conv1d in fp64, on each document alone.
 #include "nn/state/short_convolution.h"
 
 #include <ATen/ATen.h>

@@ -1,5 +1,5 @@
-// The chunked state-space dual beside the recurrence of its definition in fp64: outputs, gradients,
-// packed rows, decoding and memory.
+// The chunked state-space dual against the recurrence of its definition in fp64: outputs,
+// gradients, packed rows, decoding and memory.
 #include "nn/state/state_space.h"
 
 #include <ATen/ATen.h>
@@ -71,7 +71,7 @@ at::Tensor found(const Tensors& in, std::int64_t chunk, const at::Tensor& starts
   return state_space({in[0], in[1], in[2], in[3], in[4], in[5]}, chunk, {starts});
 }
 
-/// A sum of n terms in fp32 wanders by about sqrt(n) roundings of 2^-24 of its largest part, and a
+/// A sum of n terms in fp32 differs by about sqrt(n) roundings of 2^-24 of its largest part, and a
 /// few follow each other (weights, outputs, states, gradients), that of `a` over all pairs of
 /// positions with parts of both signs: 128 in all.
 const Bound kFloat32Sums{4e-7, 128.0 / (1 << 24)};
@@ -91,7 +91,8 @@ class StateSpace : public ::testing::Test {
   std::mt19937_64 random_{11};
 };
 
-// Rows (none, too), groups, sizes, chunks that do not divide, longer ones than the row, one position.
+// Draws rows (none, too), groups, sizes, chunks that do not divide, longer ones than the row, one
+// position.
 TEST_F(StateSpace, IsTheRecurrence) {
   for (const bool packed : {false, true}) {
     for (const Case& each :
@@ -287,7 +288,7 @@ TEST_F(StateSpace, WithoutGradientGivesTheSameBits) {
   EXPECT_TRUE(at::equal(with, found(in, 16, starts)));
 }
 
-// One state a chunk but the last beside the output; nothing of [L, L].
+// Keeps one state a chunk but the last in addition to the output; nothing of [L, L].
 TEST_F(StateSpace, KeepsOneStateAChunk) {
   const Case each{.rows = 1,
                   .positions = 256,
