@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """scripts/bootstrap: what each set of options installs, builds and leaves alone.
 
-Drawn options, seeded, beside what the usage text says of them. What it starts (apt, pip, cmake) are stubs that
+Drawn options, seeded, compared with what the usage text says of them. What it starts (apt, pip, cmake) are stubs that
 write down their words; that the real ones do it, newcomer_test.py shows.
 """
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 sys.dont_write_bytecode = True
 import config_page  # noqa: E402
 
-# What a run cannot do without; all other keys have their defaults.
+# The keys that a run needs; all others have defaults.
 LEAST = {"model.config": "model.json", "data.path": ["text.txt"], "training.steps": 1, "training.seq_len": 8,
          "optimizer.lr": 0.5}
 

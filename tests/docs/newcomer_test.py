@@ -4,7 +4,7 @@ Hugging Face folder), that folder in transformers, with the logits that Tessera 
 
 Shorter than ./run by itself. A tree without changes is a newcomer's own: there ./run finds the program that was
 just built, and what it makes is removed again. Of a tree with changes it is a clone, into which they are put, with
-packages, .venv and corpus as they are here: there the program is compiled anew.
+packages, .venv and corpus as they are here: there the program is compiled again.
 Leaves with 77 (skipped) where this is no git working copy or `transformers` is missing.
 """
 
@@ -30,7 +30,7 @@ import clean_copy  # noqa: E402
 
 STEPS = 40
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
-# Of a second fp32 implementation, from the README of the reference data.
+# From a second fp32 implementation, in the README of the reference data.
 LOGITS_BOUND = 5e-5
 
 

@@ -23,7 +23,7 @@ void require_sound(const tessera::CheckpointTensorMap& tensors,
   }
 }
 
-/// What was read can be written, in as many blocks as that takes, and read again.
+/// Writes what was read, in as many blocks as that takes, and reads it again.
 void write_again(tessera::CheckpointManifest manifest, tessera::CheckpointTensorMap tensors) {
   manifest.tensors = tensors;
   const auto texts = texts_of(std::move(manifest));

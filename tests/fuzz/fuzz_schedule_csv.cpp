@@ -1,5 +1,5 @@
-// Input: the text of a schedule's CSV. What parses writes itself back, and validation says something
-// about it; what validates runs in the simulator.
+// Input: the text of a schedule's CSV. A schedule that parses writes itself back, and validation
+// says something about it; one that validates runs in the simulator.
 #include "fuzz/hostile_input.h"
 #include "pipeline/schedule_csv.h"
 #include "pipeline/simulate.h"

@@ -1,4 +1,4 @@
-// Input: the text of a NAME.json beside NAME.bin, and the first bytes of a shard.
+// Input: the text of a NAME.json for NAME.bin, and the first bytes of a shard.
 #include "fuzz/hostile_input.h"
 #include "io/token_source.h"
 

@@ -1,4 +1,5 @@
-// What every fuzz target asks of a parser: a value, or a kFormat error with a short message.
+// The requirement of every fuzz target on a parser: a value, or a kFormat error with a short
+// message.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Bucket plans over random units: whatever the sizes, dtypes and ranks, every element has one
-// owner.
+// Bucket plans over random units: for all sizes, dtypes and ranks, every element has one owner.
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>

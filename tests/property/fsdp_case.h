@@ -98,7 +98,7 @@ struct Case {
   int steps() const { return static_cast<int>(changes.size()); }
 };
 
-/// What a node does with one of its parameters; the same code sharded and plain.
+/// Applies one of a node's parameters; the same code sharded and plain.
 inline at::Tensor apply_parameter(const CaseParameter& parameter, const at::Tensor& x,
                                   const at::Tensor& w) {
   if (!at::isFloatingType(w.scalar_type())) return x + w.sum().to(x.scalar_type()) * 0.0625;

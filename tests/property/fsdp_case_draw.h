@@ -282,7 +282,7 @@ inline Case Case::make(std::uint64_t seed) {
   c.input_requires_grad = draw.one_in(2);
   c.evaluates = draw.one_in(3);
   c.zero = draw.of({CaseZero::kNone, CaseZero::kZeros, CaseZero::kKeep});
-  // What is kept is of another scale once that has changed.
+  // A gradient that is kept would have another scale once the loss scale has changed.
   if (c.loss_scale) c.zero = CaseZero::kNone;
   c.input = draw.of({at::kFloat, at::kFloat, at::kBFloat16});
   detail::draw_changes(draw, c);

@@ -1,6 +1,6 @@
-// Property: whatever a training loop does with a sharded module, its results, gradients and weights
-// are those of the unsharded one on plain autograd; what is refused is refused on all ranks, by
-// name, and the next step is right.
+// Property: for every training loop with a sharded module, its results, gradients and weights are
+// those of the unsharded one on plain autograd; what is refused is refused on all ranks, by name,
+// and the next step is right.
 //
 // TESSERA_PROGRAM_SEED=N replays one program and makes it smaller if it fails;
 // TESSERA_PROGRAM_FROM (1) is the first seed, TESSERA_PROGRAM_COUNT (40) how many are drawn, or
@@ -31,7 +31,7 @@ Features features() {
   return Features::parse(value == nullptr ? "" : value);
 }
 
-/// Ends the process where ranks wait for each other past every timeout: nobody can free them.
+/// Ends the process where ranks wait for each other past every timeout: nothing can free them.
 class EndOfHang {
  public:
   explicit EndOfHang(const Program& program)
@@ -102,8 +102,8 @@ TEST(FsdpPrograms, AreRightOrRefusedByNameOnAllRanks) {
   std::cerr << "programs: seeds " << from << " to " << seed - 1 << ", " << failed << " failed\n";
 }
 
-// Gradients of 30 that a bf16 wire has rounded, zero_grad(), then steps of gradients a thousandth as
-// large: what the momentum is off by is still that of the first.
+// Gradients of 30 that a bf16 wire has rounded, zero_grad(), then steps of gradients a thousandth
+// as large: the momentum's error is still that of the first.
 TEST(FsdpPrograms, WhatAMomentumKeepsOfEarlierGradientsIsNoError) {
   if (environment_number("TESSERA_PROGRAM_SEED", 0) == 0) holds(770444);
 }

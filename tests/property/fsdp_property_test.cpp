@@ -239,7 +239,7 @@ class CaseRun {
       if (case_.evaluates) evaluate(step);
       begin_step(step);
       for (int i = 0; i < case_.micro_batches; ++i) micro_batch(step, i);
-      comm::barrier(world_.control(), "reference may go on");
+      comm::barrier(world_.control(), "reference may continue");
       if (world_.rank() == 0) {
         const OnTheHost there;
         reference_->step(step);
@@ -262,7 +262,7 @@ class CaseRun {
         << where_ << " output";
   }
 
-  /// What a user changes between steps.
+  /// Makes the changes of a user between steps.
   void begin_step(int step) {
     if (case_.zero != CaseZero::kKeep) handle_.zero_grad(case_.zero == CaseZero::kNone);
     const auto& changes = case_.changes[static_cast<std::size_t>(step)];

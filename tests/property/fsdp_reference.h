@@ -1,6 +1,6 @@
-// What a Case must give: the unsharded model, rank by rank, with the contract's rounding points and
-// the order of additions that the design promises (arrival order in the slot, rank order on the
-// wire, replicas last).
+// The expected results of a Case: the unsharded model, rank by rank, with the contract's rounding
+// points and the order of additions that the design promises (arrival order in the slot, rank order
+// on the wire, replicas last).
 #pragma once
 
 #include <torch/csrc/autograd/autograd.h>
@@ -108,7 +108,8 @@ class Reference {
     return sum.to(to_scalar_type(contracts_[p].reduce)).to(accumulate(p));
   }
 
-  /// Of what is trained for the first time; one that was trained before goes on from what it had.
+  /// Makes the masters of parameters that are trained for the first time; one that was trained
+  /// before continues from its own.
   void make_masters() {
     for (std::size_t p = 0; p < shards_.size(); ++p) {
       const auto master = contracts_[p].master;
@@ -239,7 +240,7 @@ class Reference {
     if (!child.recomputes || !at::GradMode::is_enabled()) {
       return child.handle ? call_unit(child.node, x) : call_node(child.node, x);
     }
-    // What is recomputed has a backward of its own: its uses do not meet those outside before the
+    // A recomputed body has a backward of its own: its uses do not meet those outside before the
     // slot.
     std::set<std::size_t> below, entered;
     subtree(child, below, entered);

@@ -1,10 +1,10 @@
 // A program over a sharded module, as a value: a small model, how it is sharded, and what a
 // training loop does with it, operation by operation.
 //
-// program_draw.h draws one from a seed, program_rules.h says what each operation may do where it
-// stands, program_run.h runs it beside the unsharded model, program_shrink.h makes it smaller. A
-// program stays one when operations are taken out: what has lost its meaning is left out when it
-// runs.
+// program_draw.h draws one from a seed, program_rules.h says what each operation may do at its
+// place, program_run.h runs it together with the unsharded model, program_shrink.h makes it
+// smaller. A program stays one when operations are taken out: an operation that has lost its
+// meaning is left out when it runs.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@
 
 namespace tessera::test {
 
-/// What may be drawn. TESSERA_PROGRAM_FEATURES="-defer,-gloo" takes some out, "none,drop" puts some
-/// in.
+/// The features that may be drawn. TESSERA_PROGRAM_FEATURES="-defer,-gloo" takes some out,
+/// "none,drop" puts some in.
 enum class Feature : std::uint8_t {
   kRetain,     ///< graphs that are kept for another backward, and grow
   kSeveral,    ///< backwards that reach more than one forward

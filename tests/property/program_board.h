@@ -17,7 +17,7 @@ inline Ranks program_ranks(int count, ThreadBackend backend) {
   return ranks(count, backend, std::chrono::seconds(8));
 }
 
-/// What the ranks of a run know of each other.
+/// The knowledge of a run's ranks about each other.
 class ProgramBoard {
  public:
   explicit ProgramBoard(int ranks)

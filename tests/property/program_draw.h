@@ -314,7 +314,7 @@ class ProgramDraw {
     if (rules_->expect(op) == Expect::kNothing) op.rank = -1;
   }
 
-  /// What no program may end without: controls as they were, and two plain steps.
+  /// Draws the end of every program: controls as they were, and two plain steps.
   void draw_end() {
     for (const auto act : {Act::kSync, Act::kReplicaReduce, Act::kLastBackward}) {
       Op on;

@@ -16,7 +16,7 @@
 
 namespace tessera::test {
 
-/// What one forward does beside computing; a recomputation does it again.
+/// The side effects of one forward; a recomputation repeats them.
 struct ProgramCall {
   int drops = -1;      ///< this rank has no use for the result of this node
   int throws = -1;     ///< in this node
@@ -61,7 +61,7 @@ class ProgramCell : public torch::nn::Module {
     return results[1].defined() ? results[0] + results[1] * 0.5 : results[0];
   }
 
-  /// The second is undefined without a child beside.
+  /// The second is undefined without a paired child.
   std::vector<at::Tensor> run(const at::Tensor& x) {
     auto y = checkpointed(node().inside, [this](const at::Tensor& in) { return body(in); }, x);
     at::Tensor paired;

@@ -1,6 +1,6 @@
-// What an operation of a Program may do where it stands: nothing (it has lost its meaning), run as
-// unsharded, or be refused. Follows the program from operation to operation, as docs/fsdp2.md says
-// it; knows nothing of how fsdp works.
+// Rules: what an operation of a Program may do at its place: nothing (it has lost its meaning), run
+// as unsharded, or be refused. Follows the program from operation to operation, as docs/fsdp2.md
+// says it; knows nothing of how fsdp works.
 #pragma once
 
 #include <algorithm>
@@ -246,7 +246,7 @@ class ProgramRules {
     return steps && !sum_of_root_ ? Expect::kNothing : Expect::kRuns;
   }
 
-  /// Of those that are for an idle model.
+  /// Returns what to expect of controls for an idle model.
   Expect expect_control(const Op& op) const {
     if (op.act == Act::kUnshardInBackward && !op.on && !reads_nothing(node_of(op)))
       return Expect::kNothing;

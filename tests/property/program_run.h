@@ -1,9 +1,9 @@
-// Runs a Program on real ranks beside its unsharded twin, and says what is wrong with it.
+// Runs a Program on real ranks together with its unsharded twin, and says what is wrong with it.
 //
 // Every rank follows the rules by itself; ranks meet only where their twins' gradients are read,
 // where something is refused or has failed, and after every operation where the program asks for
-// it: a rank may be ahead as in a user's loop. A rank that waits for nothing that comes is told by
-// the World's timeout, which is short here.
+// it: a rank may be ahead as in a user's loop. A rank that waits in vain is told by the World's
+// timeout, which is short here.
 #pragma once
 
 #include "property/program_board.h"
@@ -27,7 +27,7 @@ class ProgramRun {
     try {
       run_all();
     } catch (const std::exception& error) {
-      world_.abort(error.what());  // nobody waits for what this rank does not do any more
+      world_.abort(error.what());  // no rank waits for what this rank no longer does
       throw;
     }
   }
@@ -164,8 +164,8 @@ class ProgramRun {
 
   // --- what is compared ---
 
-  /// Of values of size 1: sums of a few hundred addends. In bf16 only gradients are added in another
-  /// order than unsharded.
+  /// The tolerance for values of size 1: sums of a few hundred addends. In bf16 only gradients are
+  /// added in another order than unsharded.
   double tolerance() const {
     if (program_.doubles) return 1e-9;
     return narrow_ ? 0.1 : 5e-5;
@@ -393,7 +393,7 @@ class ProgramRun {
   std::vector<double> momentum_errors_ = std::vector<double>(program_.parameters.size());
 };
 
-/// What is wrong with it; "" for nothing.
+/// Returns what is wrong with it; "" for nothing.
 inline std::string failure_of(const Program& program) {
   ProgramBoard board(program.ranks);
   try {

@@ -28,7 +28,7 @@ class ProgramSharded {
   const Sharded<ProgramModule>& handle() const { return handle_; }
   const ProgramResults& results() const { return results_; }
 
-  /// The parameters whose gradients stand on the shards.
+  /// The parameters whose gradients are stored on the shards.
   std::set<std::size_t> shown() const {
     std::set<std::size_t> all;
     for (const auto& view : handle_.shards()) {
@@ -59,7 +59,7 @@ class ProgramSharded {
     return torch::autograd::grad({program_loss(handle_.forward(x))}, {leaf}).at(0);
   }
 
-  /// What gives nothing that is compared at once.
+  /// Runs an operation without results that are compared at once.
   void run(const Op& op) {
     switch (op.act) {
       case Act::kBackward:
@@ -182,7 +182,7 @@ class ProgramSharded {
         throw std::logic_error("an act without a meaning");
     }
   }
-  /// Hands in what one backward has left; whoever calls run_weight_gradients() later finds the rest.
+  /// Hands in what one backward has left; a later run_weight_gradients() finds the rest.
   void redeem(const Op& op) {
     auto* store = handle_.unit()->runtime().sink().store();
     const bool here = op.rank < 0 || op.rank == world_.rank();

@@ -1,7 +1,7 @@
-// What a Program is compared with: the unsharded model of one rank in fp64, on plain autograd, and
-// gradients averaged over the ranks' models. A sharded one that computes in bf16 is compared with the
-// unsharded model in bf16 instead (but for the values that an optimizer steps): what rounding does to
-// twenty operations in a row no bound on the distance from fp64 could tell from a mistake.
+// The reference for a Program: the unsharded model of one rank in fp64, on plain autograd, and
+// gradients averaged over the ranks' models. A sharded one that computes in bf16 is compared with
+// the unsharded model in bf16 instead (except for the values that an optimizer steps): after twenty
+// operations in a row no bound on the distance from fp64 could tell rounding from a mistake.
 #pragma once
 
 #include <torch/csrc/autograd/autograd.h>
@@ -74,7 +74,7 @@ inline at::Tensor input_of(const Op& op, const ProgramResults& results, int rank
   return x + (op.detached ? before.detach() : before) * 0.5;
 }
 
-/// What a forward does on this rank.
+/// Returns the side effects of a forward on this rank.
 inline ProgramCall call_of(const Op& op, int rank) {
   ProgramCall call;
   const bool here = op.rank < 0 || op.rank == rank;
@@ -133,7 +133,8 @@ class ProgramTwin {
   void scale(int result) { results_.at(result).outputs[0].mul_(0.5); }
   void forget(int result) { results_.erase(result); }
   void forget_results() { results_.clear(); }
-  /// Of the parameters that have a gradient where they are sharded: what none shows yet stays.
+  /// Zeroes the gradients of parameters that have one where they are sharded: what none shows yet
+  /// stays.
   void zero_grad(bool to_none, const std::set<std::size_t>& shown) {
     for (const auto i : shown) {
       auto& grad = tensors_->parameters[i].mutable_grad();
@@ -160,7 +161,7 @@ class ProgramTwin {
   void set_divide(double factor) { divide_ = factor; }
   void set_trainable(std::size_t i, bool trainable) {
     tensors_->parameters[i].set_requires_grad(trainable);
-    // Ours keep their state; torch's are made anew on both sides.
+    // Ours keep their state; torch's are made again on both sides.
     if (program_.optimizer == ProgramOptimizer::kTorchSgd ||
         program_.optimizer == ProgramOptimizer::kTorchAdamW)
       make_optimizer();

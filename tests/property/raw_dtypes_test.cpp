@@ -39,9 +39,9 @@ constexpr std::array kRaw = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf};
 
 enum class Source {
   kHook,      ///< autograd's own way: a leaf's hook
-  kLinear,    ///< nn::linear, put off where the model does that
+  kLinear,    ///< nn::linear, deferred where the model does that
   kAtOnce,    ///< a product that may be written into the slot
-  kMayWait,   ///< one that is put off where the model does that
+  kMayWait,   ///< one that is deferred where the model does that
   kCaptured,  ///< as kHook, in a region that is replayed
 };
 constexpr std::array kSources = {Source::kHook, Source::kLinear, Source::kAtOnce, Source::kMayWait,
@@ -121,7 +121,7 @@ struct Weights : torch::nn::Module {
       }
     }
   }
-  /// Of a number, so that it is no region itself.
+  /// Takes a number, so that it is no region itself.
   at::Tensor forward(double value) {
     at::Tensor sum = here(at::zeros({}));
     for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -199,7 +199,7 @@ bool is_valid(const Choice& at) {
   return kAccumulate.at(at[2]) != DType::kBFloat16 || kReduce.at(at[3]) == DType::kBFloat16;
 }
 
-/// What one rank has seen.
+/// The observations of one rank.
 struct Seen {
   std::map<std::string, std::vector<at::Tensor>> slots;  ///< by parameter, after each arrival
   Tensors gradients;
@@ -234,7 +234,7 @@ void step(const Case& c, Sharded<Weights>& handle) {
 
 /// Each micro-batch of a step was, on CPUs.
 void expect_replayed(const ReplayCalls& now, const ReplayCalls& before, const std::string& name) {
-  const bool replays = device_here().is_cpu();  // elsewhere all is eager, which is said
+  const bool replays = device_here().is_cpu();  // elsewhere all is eager, and a log line says so
   EXPECT_EQ(now.replayed - before.replayed, replays ? std::ssize(kValues) : 0) << name;
   EXPECT_EQ(now.recorded, before.recorded);
   if (!replays) return;

@@ -4,8 +4,8 @@
 // A case follows from its seed: what bodies compute (ATen's operations and kernels of the list, on
 // what came in, on parameters and on what was computed before), sizes, strides and dtypes of
 // arguments, what needs a gradient, how many micro-batches a sum has, calls without gradients and
-// ones of other sizes in between. A body draws its operations anew in each call, from the same seed,
-// by the sizes and dtypes that it finds. TESSERA_REPLAY_SEED=N runs one case and prints it,
+// ones of other sizes in between. A body draws its operations again in each call, from the same
+// seed, by the sizes and dtypes that it finds. TESSERA_REPLAY_SEED=N runs one case and prints it,
 // TESSERA_REPLAY_FROM and TESSERA_REPLAY_CASES others.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -103,7 +103,7 @@ class BodyRun {
     }
     return values_[0];
   }
-  /// Of the same sizes and dtype as `x`, if there is one.
+  /// Returns a value of the same sizes and dtype as `x`, if there is one.
   at::Tensor like(const at::Tensor& x) {
     for (int i = 0; i < 4; ++i) {
       const at::Tensor y = any();
@@ -273,7 +273,7 @@ class BodyRun {
     const bool is_wide = x.scalar_type() == at::kFloat;
     add("to", x.to(is_wide ? at::kBFloat16 : at::kFloat));
   }
-  /// Of what was made here: what came in may not be changed.
+  /// Changes a value that was made here: inputs may not be changed.
   void changed() {
     const at::Tensor x = any();
     at::Tensor y = draw_.one_in(2) ? x * 1.0 : x.clone();
@@ -394,7 +394,7 @@ class BodyRun {
     const at::Tensor factors = part_.bias.narrow(0, 0, 3).to(x.scalar_type()).view({1, 1, 3});
     add("conv1d", at::conv1d(x.unsqueeze(1), factors, {}, 1, 1).squeeze(1));
   }
-  /// What no region may do; seldom.
+  /// Does what no region may do; seldom.
   void refused() {
     if (!draw_.one_in(6)) return unary();
     const at::Tensor x = any();
@@ -489,7 +489,7 @@ struct Case {
           return BodyRun(of, part, in, may_be_random, says ? text : nullptr).run();
         });
         if (i + 1 == regions) {
-          // What is a view of a parameter may not leave the unit; nor may anything grow too large.
+          // A view of a parameter may not leave the unit; nor may anything grow too large.
           for (auto& result : results) {
             result = at::isFloatingType(result.scalar_type())
                          ? result / (result.detach().abs().max() + 1.0)

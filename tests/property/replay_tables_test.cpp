@@ -1,5 +1,5 @@
-// Property: a replay reads the tables that its body would read now, whatever happened to them since
-// they were recorded: results, gradients and errors are those of eager calls.
+// Property: a replay reads the tables that its body would read now, after any change since they
+// were recorded: results, gradients and errors are those of eager calls.
 //
 // A table is a tensor member that is no registered buffer. A case follows from its seed: how bodies
 // use their table and a buffer, whether two regions share a table, and a sequence of steps with two

@@ -96,7 +96,7 @@ TEST(PlotTool, MarksWhereTheRunWasResumed) {
   EXPECT_EQ(marks(folder, "run"), at("2")) << "what came after step 2 was made again";
   std::filesystem::remove_all(folder / "run/checkpoint");
   train("2");
-  EXPECT_EQ(marks(folder, "run"), at("")) << "the run began anew";
+  EXPECT_EQ(marks(folder, "run"), at("")) << "the run began again";
 }
 
 // Naive: a median among values that are not numbers is any of them, or none.

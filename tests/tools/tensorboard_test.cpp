@@ -115,7 +115,8 @@ TEST(TensorBoard, IsWrittenUnlessTurnedOff) {
               0);
   }
   const auto files = std::filesystem::directory_iterator(folder / "on/metrics/tb");
-  EXPECT_EQ(std::distance(files, {}), 1) << "a run that starts anew removes the earlier file";
+  EXPECT_EQ(std::distance(files, {}), 1)
+      << "a run that starts from step 0 removes the earlier file";
 }
 
 // Step 3 of the first run comes again, and is shown once.

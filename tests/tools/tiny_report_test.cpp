@@ -42,7 +42,7 @@ class TinyReport : public ::testing::Test {
     return run_python(folder_, "tools/tiny_report.py", overrides);
   }
 
-  /// Of a run that is nothing but these metrics. Byte frequencies alone have a loss of 2.839 there.
+  /// Reports a run of these metrics alone. Byte frequencies alone have a loss of 2.839 there.
   Outcome report_of(const std::string& metrics) {
     folder_.write("outputs/run/metrics/metrics.jsonl", metrics);
     folder_.write("outputs/run/config.toml", R"(training.steps = 3
@@ -84,7 +84,7 @@ TEST_F(TinyReport, FindsMetricsAndCheckpointsThatLieElsewhere) {
 TEST_F(TinyReport, SaysThatThereIsNoCheckpoint) {
   const Outcome outcome = report_after({"--checkpoint.enable", "false"});
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(outcome.out, Says("There is no checkpoint to go on from."));
+  EXPECT_THAT(outcome.out, Says("There is no checkpoint to continue from."));
 }
 
 TEST_F(TinyReport, DrawsTheLossesByStep) {
