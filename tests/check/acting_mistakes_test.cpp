@@ -1,4 +1,4 @@
-// Each kind of mistake acts and changes what it is about, whoever looks: a run with it is another one.
+// Each kind of mistake acts and changes what it is about: a run with it is another one.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -62,7 +62,7 @@ std::string difference_of_dry_steps(const MistakenRun& run, int& acted) {
   return "";
 }
 
-/// What each rank holds after two steps, by its name and the rank's.
+/// The tensors of each rank after two steps, by their names and the rank's.
 std::map<std::string, at::Tensor> after_training(const MistakenRun& run) {
   std::map<std::string, at::Tensor> held;
   std::mutex mutex;

@@ -26,7 +26,7 @@ auto axis_with(Contract& contract, PlacementKind parameter)
   return nullptr;
 }
 
-/// Layer and contract say so, on whatever ranks `change` changes it.
+/// Layer and contract say so, on all ranks on which `change` changes it.
 void place(const RankParts& rank, const std::string& name,
            const std::function<bool(GradContract&)>& change) {
   const GradContract* const right = contract_in(rank, name);

@@ -15,7 +15,7 @@
 namespace tessera::mistakes {
 namespace {
 
-/// Of an injection and of the threads that it is in.
+/// The state of an injection and of the threads that it is in.
 struct State {
   Changes changes;
   std::atomic<int> acted = 0;
@@ -27,7 +27,7 @@ struct State {
 template <class Place>
 using Hooked = std::optional<test_hooks::Set<Place>>;
 
-/// What a rank's thread has until its next run.
+/// The state of a rank's thread until its next run.
 struct Here {
   std::shared_ptr<State> state = {};
   std::vector<std::function<void()>> after_sharding = {};

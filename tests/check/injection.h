@@ -1,7 +1,7 @@
 // Injection: a mistake in every run that begins while it lives.
 //
 // Runs are made inside the library (small runs, dry steps, training), so that everything goes in by
-// base/test_hooks.h, from the first hook that a rank comes to: made_parts, on the rank's own thread. A
+// base/test_hooks.h, from the first hook that a rank comes to: made_parts, on the rank's thread. A
 // run on one rank is left as it is: checks take it for the right one. Next: mistakes.h.
 #pragma once
 
@@ -27,19 +27,19 @@ using golden::RankParts;
 /// Counts that the mistake did something.
 using Act = std::function<void()>;
 
-/// What a transition does instead; empty: what it does itself. An undefined result is that, too, and does
-/// not count.
+/// Replaces a transition; empty: it does what it does itself. An undefined result is that, too, and
+/// does not count.
 struct Instead {
   using Way = std::function<at::Tensor(const parallel::Transition&, const at::Tensor&)>;
   Way forward = {}, backward = {};
 };
 
-/// Of one rank. Empty functions change nothing.
+/// The changes of one rank. Empty functions change nothing.
 struct Changes {
   /// Before the model is sharded.
   std::function<void(const RankParts&)> parts = {};
   std::function<Instead(const RankParts&)> transitions = {};
-  /// Of a model that is parallel now.
+  /// Changes a model that is parallel now.
   std::function<void(const Mesh&, ShardedBase&, const Act&)> model = {};
   /// In the place of sums over ranks; undefined ones are not changed.
   std::function<std::unique_ptr<golden::SumStandIn>(const RankParts&)> sums = {};
@@ -51,7 +51,7 @@ struct Changes {
   std::function<SumOfNorm(const RankParts&)> sum_of_norm = {};
   using Accepted = std::function<void(const GradContract&, const at::Tensor& slot)>;
   std::function<Accepted(const RankParts&)> accepted = {};
-  /// Of several ranks, on the threads that issue.
+  /// Whether a message is held back, on the threads that issue of several ranks.
   std::function<bool(const comm::Group&, const comm::Label&)> holds_back = {};
   std::function<comm::P2PTag(comm::P2PTag)> sends_as = {};
   /// Whether it changed something.

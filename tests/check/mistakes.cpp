@@ -98,7 +98,7 @@ bool suit(Kind kind, Drawn& layout) {
   if (kind == kOrderOfOneRank && (layout.pp > 1 || layout.shard == 1)) return false;
   if (kind == kBiasOnEveryRank) {
     if (layout.family != "gpt-oss" && layout.family != "gpt2") return false;
-    layout.adapters = Drawn::Adapters::kNone;  // beside which biases stay the zeros that they are
+    layout.adapters = Drawn::Adapters::kNone;  // with which biases stay the zeros that they are
   }
   if (finder_of(kind) == Finder::kGuard && layout.replicate == 1 && layout.tp == 1) return false;
   return suits_experts(kind, layout);

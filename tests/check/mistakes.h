@@ -1,8 +1,10 @@
-// Mistakes: what is wrong on purpose in runs that `tessera check` and the guard have to find and name.
+// Mistakes: what is wrong on purpose in runs that `tessera check` and the guard have to find and
+// name.
 //
-// kinds.def lists the kinds. A mistake is one of a kind at a place that a right run of the layout goes
-// through: a transition, a parameter, a collective. What goes in is injection.h's; whether a finding has
-// the right name is decided here, by what was put in and not by what was found. Next: kinds.def.
+// kinds.def lists the kinds. A mistake is one of a kind at a place that a right run of the layout
+// goes through: a transition, a parameter, a collective. What goes in is injection.h's; whether a
+// finding has the right name is decided here, by what was put in and not by what was found. Next:
+// kinds.def.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +48,7 @@ struct KindOfMistake {
 const std::vector<KindOfMistake>& kinds();
 const KindOfMistake& of(Kind kind);
 
-/// What finds it.
+/// The check that finds a kind.
 enum class Finder : std::uint8_t { kCheck, kGuard };
 Finder finder_of(Kind kind);
 
@@ -56,7 +58,7 @@ struct Ground {
   const train::Config& config;
   const train::ModelSource& source;
   train::SmallRun run;
-  /// What the right run goes through; empty for what is seen without it.
+  /// Sees what the right run goes through; empty for what is seen without it.
   std::function<const train::SeenRun&()> seen;
 };
 

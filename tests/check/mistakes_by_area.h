@@ -1,5 +1,5 @@
-// Private to mistakes.cpp and the files that have the kinds: those of one area each, and what they draw
-// and compare. Each draw gives none for a kind of another area.
+// Private to mistakes.cpp and the files that have the kinds: those of one area each, and what they
+// draw and compare. Each draw gives none for a kind of another area.
 #pragma once
 
 #include <functional>
@@ -44,7 +44,7 @@ struct Site {
 /// Those that right runs go through, of each unit and each direction.
 std::vector<Site> sites_of(const train::SeenRun& seen);
 
-/// What is done at a site.
+/// The change at a site.
 struct WayAtSite {
   std::function<bool(const Site&)> fits;
   /// Directions that stay as they are are empty.
@@ -54,14 +54,15 @@ struct WayAtSite {
 std::optional<Mistake> at_a_site(Kind kind, Draws& draws, const Ground& ground,
                                  const WayAtSite& way);
 
-/// Of what is trained: of the small model, and of the run's own one.
+/// Contracts of trained parameters: of the small model, and of the run's own one.
 std::vector<GradContract> contracts_of(const Ground& ground);
 std::vector<GradContract> contracts_of_run(const Ground& ground);
 /// One that fits, if any does.
 std::optional<GradContract> draw_parameter(Draws& draws, const std::vector<GradContract>& all,
                                            const std::function<bool(const GradContract&)>& fits);
 
-/// A mistake in what is said of `parameter`, which a right name has, and `axis` where that is not empty.
+/// A mistake in what is said of `parameter`, which a right name has, and `axis` where that is not
+/// empty.
 Mistake of_parameter(Kind kind, const GradContract& parameter, const std::string& axis,
                      const std::string& how);
 /// In a number of a step, by the name that findings have for it.
@@ -91,9 +92,9 @@ bool has_parameter(const RankParts& rank, const std::string& name);
 /// Changes the contract on every rank, and counts where that is another one then.
 void change_contract(const RankParts& rank, const std::string& name,
                      const std::function<void(GradContract&)>& change);
-/// What its layer declares, where this rank has the layer.
+/// Changes what its layer declares, where this rank has the layer.
 void declare_layout(const RankParts& rank, const std::string& name, const ParameterLayout& layout);
-/// What its contract has, with the sums that follow.
+/// Changes what its contract has, with the sums that follow.
 void contract_layout(const RankParts& rank, const std::string& name, const ParameterLayout& layout);
 /// Changes its raw gradients; undefined: as they are.
 void change_raw_gradients(const RankParts& rank, const std::string& name,
@@ -104,7 +105,8 @@ void change_raw_gradients(const RankParts& rank, const std::string& name,
 /// "tp" of "tp_rep/2", "dp_shard" of "dp_shard_mod_ep".
 std::string base_axis(std::string_view axis);
 bool has_axis(const check::Finding& finding, std::string_view axis);
-/// By its canonical name or by that of a tensor that shares its matrix; in the text where a run is refused.
+/// By its canonical name or by that of a tensor that shares its matrix; in the text where a run is
+/// refused.
 bool has_parameter(const check::Finding& finding, const GradContract& parameter);
 bool says(const check::Finding& finding, std::string_view text);
 

@@ -1,4 +1,4 @@
-// Known kinds of wrong numbers beside gradients: labels, biases of experts, the norm.
+// Known kinds of wrong numbers other than gradients: labels, biases of experts, the norm.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -50,7 +50,7 @@ Mistake labels_miscounted(Draws& draws, const Ground& ground) {
   return mistake;
 }
 
-/// Of the counts of a step a rank takes its own.
+/// A rank takes its own counts of a step.
 std::optional<Mistake> bias_of_own_tokens(const Ground& ground) {
   if (ground.run.config.model.load_balance_coeff == 0) return std::nullopt;
   auto mistake = of_number(Kind::kBiasOfOwnTokens, "expert bias", "each rank by its own counts");

@@ -28,8 +28,8 @@ std::vector<std::string> layers_of(const Ground& ground) {
   return units;
 }
 
-/// One rank holds a reduction back until it has issued the next collective: not that of the first layer,
-/// behind which there may be none.
+/// One rank holds a reduction back until it has issued the next collective: not that of the first
+/// layer, behind which there may be none.
 std::optional<Mistake> order_of_one_rank(Draws& draws, const Ground& ground) {
   auto units = layers_of(ground);
   if (ground.run.dims.dp_shard == 1 || units.size() < 2) return std::nullopt;
@@ -83,7 +83,7 @@ std::optional<Mistake> message_of_another(Draws& draws, const Ground& ground) {
   return mistake;
 }
 
-/// What a rank holds of `parameter`, in its second replica over `axis`, is another one from the start.
+/// A rank's part of `parameter`, in its second replica over `axis`, is another one from the start.
 std::optional<Mistake> begins_elsewhere(Draws& draws, const Ground& ground) {
   const auto over = draw_replicated(draws, ground);
   if (!over) return std::nullopt;

@@ -37,7 +37,7 @@ std::optional<Mistake> past_its_reduce(Draws& draws, const Ground& ground) {
   return mistake;
 }
 
-/// What comes is noted, and after it was added the slot holds it alone.
+/// Notes each gradient, and after it was added the slot holds it alone.
 std::optional<Mistake> overwrites(Draws& draws, const Ground& ground) {
   auto found =
       of_raw_gradients(Kind::kGradientOverwrites, draws, ground, "the last one replaces all");

@@ -20,7 +20,7 @@ at::Tensor own_part(const Transition& of, const at::Tensor& x) {
   return parallel::own_part(x, of.axis, of.form().dim);
 }
 
-/// Of a summing direction, without the sum.
+/// Replaces a summing direction, without the sum.
 Instead without_sum(const Site& site) {
   const bool cuts = site.kind == "reduce_scatter" || site.kind == "all_gather";
   const Instead::Way way = cuts ? own_part : as_it_is;
@@ -105,7 +105,8 @@ bool is_bias(const Site& site, std::int64_t hidden) {
          site.sizes.back() == hidden;
 }
 
-/// Each rank adds what one of them has to, and takes its gradient. Biases go this way, and so do counts and probabilities of a router's load.
+/// Each rank adds what one of them has to, and takes its gradient. Biases go this way, and so do
+/// counts and probabilities of a router's load.
 std::optional<Mistake> bias_on_every_rank(Draws& draws, const Ground& ground) {
   const std::int64_t hidden = ground.run.source.spec.hidden_size;
   return at_a_site(Kind::kBiasOnEveryRank, draws, ground,

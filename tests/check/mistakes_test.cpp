@@ -1,8 +1,9 @@
 // Seeded mistakes: how many of each kind are found, and by the right name.
 //
-// Kind, layout and place are drawn by seed. A mistake that never did anything is drawn again. Environment:
-// TESSERA_MISTAKES_USE (known, held, all), TESSERA_MISTAKES_KIND (one alone), TESSERA_MISTAKES_SEED and
-// TESSERA_MISTAKES_DRAWS; TESSERA_MISTAKES_LIST=FILE lists what was said of each.
+// Kind, layout and place are drawn by seed. A mistake that never did anything is drawn again.
+// Environment: TESSERA_MISTAKES_USE (known, held, all), TESSERA_MISTAKES_KIND (one alone),
+// TESSERA_MISTAKES_SEED and TESSERA_MISTAKES_DRAWS; TESSERA_MISTAKES_LIST=FILE lists what was said
+// of each.
 #include <algorithm>
 #include <fstream>
 #include <iomanip>
@@ -25,7 +26,7 @@ using check::FindingKind;
 
 std::string text_of(const Finding& finding) { return to_string(finding); }
 
-/// What `tessera check` says of the configuration; of one that it refuses, why.
+/// The findings of `tessera check` on the configuration; of one that it refuses, why.
 std::vector<Finding> found_by_check(const train::Config& config, const train::ModelSource& source,
                                     int ranks) {
   try {
@@ -35,7 +36,7 @@ std::vector<Finding> found_by_check(const train::Config& config, const train::Mo
   }
 }
 
-/// What a run with debug.guard says.
+/// The findings of a run with debug.guard.
 std::vector<Finding> found_by_guard(train::Config config, int ranks) {
   config.metrics.trace_steps.clear();
   config.training.steps = 2;

@@ -325,7 +325,7 @@ TEST(Arguments, SizesAndRatesAreTakenAsPeopleWriteThem) {
   EXPECT_NO_THROW(parse(plan("--flops", "1")));
 }
 
-// Naive: --flops alone is a rate without a wire, and beside --machine still wants --bandwidth.
+// Naive: --flops alone is a rate without a wire, and with --machine still wants --bandwidth.
 TEST(Arguments, ARateAloneNeedsTheOtherOneUnlessAMachineHasIt) {
   for (const Words& verb : {Words{"plan", "a.toml"}, Words{"inspect", "--contract", "a.toml"}}) {
     for (const Words& rate : {Words{"--flops", "1e9"}, Words{"--bandwidth", "1MB"}}) {
@@ -392,7 +392,7 @@ TEST(Arguments, OptionsOfOtherVerbsAndLaunchersAreToldWhatTheyAreCalledHere) {
   }
 }
 
-// Of every option of every verb, in every other one that has not got it.
+// Tries every option of every verb in every other one that has not got it.
 TEST(Arguments, AnOptionOfAnotherVerbIsNeverNearSomethingElse) {
   const std::pair<const char*, const char*> cases[] = {
       {"--contract", "inspect"}, {"--actions", "plan"},   {"--check", "plan"},
@@ -482,7 +482,7 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
   }
 }
 
-// What the report does not follow from is refused by its name, not left out.
+// Options that have no effect on the report are refused by name, not left out.
 TEST(Arguments, DiffRefusesWhatItDoesNotRead) {
   const auto with = [](Words words, const Words& more) {
     words.insert(words.end(), more.begin(), more.end());
@@ -504,7 +504,7 @@ TEST(Arguments, DiffRefusesWhatItDoesNotRead) {
                                        {"--device", "cpu"}};
   for (const auto& more : of_no_files) {
     EXPECT_THAT(refusal(diff(".safetensors", more)),
-                Says(more.front(), "beside two files of gradients"));
+                Says(more.front(), "with two files of gradients"));
     auto words = diff(".toml", {"--batch", "b.safetensors"});
     if (more.front() != "--batch") words = with(words, more);
     EXPECT_EQ(std::get<GradientsArguments>(parse(words)).diff.size(), 2U);

@@ -1,4 +1,4 @@
-// A router that produces NaN ends a run on several ranks with one error, whatever shares the model.
+// A router that produces NaN ends a run on several ranks with one error, in every layout.
 
 #include <cstring>
 #include <nlohmann/json.hpp>

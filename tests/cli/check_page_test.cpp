@@ -1,4 +1,4 @@
-// `tessera check --html`: the page is written beside what is printed, whole or not at all.
+// `tessera check --html`: the page is written in addition to the text, whole or not at all.
 
 #include "cli/program.h"
 #include "support/test.h"

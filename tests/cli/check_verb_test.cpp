@@ -1,4 +1,4 @@
-// `tessera check` as a user runs it: exit codes, its JSON beside its text, and what it refuses.
+// `tessera check` as a user runs it: exit codes, its JSON compared with its text, and its refusals.
 //
 // TESSERA_CHECK_FROM and TESSERA_CHECK_DRAWS choose drawn layouts and edits.
 #include <algorithm>
@@ -146,7 +146,7 @@ TEST(CheckVerb, BadInputIsRefusedByItsName) {
   refuses({"--model.config", TESSERA_TEST_DATA "/llama4-text-fp32/config.json",
            "--training.seq_len", "1000000"},
           "training.seq_len: found rows of 1000000 tokens", "125000 chunks", "at most 65536");
-  // What train refuses by the configuration alone.
+  // Refuses by the configuration alone, as train does.
   refuses({"--data.path", ""}, "data.path");
   refuses({"--data.path", "[]"}, "data.path: found nothing");
   refuses({"--lr_scheduler.decay", "wsd"}, "lr_scheduler.decay_steps");
@@ -159,8 +159,8 @@ TEST(CheckVerb, BadInputIsRefusedByItsName) {
               Exits(2, "typo.toml:14:", "log_frequency"));
 }
 
-// Property: a file that cannot be written is refused before anything is read, and where the work fails
-// what stood there stands there still, and nothing beside it.
+// Property: a file that cannot be written is refused before anything is read, and where the work
+// fails the file is as it was, and nothing is next to it.
 TEST(CheckVerb, OutputsAreTriedFirst) {
   const TemporaryFolder folder;
   folder.write("old", "as it was\n");
@@ -220,7 +220,7 @@ TEST(CheckVerb, DrawnDegreesAreRefusedWhereTheyDoNotDivide) {
   });
 }
 
-// Property: whatever a file says, a character away from what it said, there is an answer: a report, or
+// Property: a file of which a character was changed always has an answer: a report, or
 // the file's line, the key or the section that is wrong.
 TEST(CheckVerb, EditedFilesAreReadOrRefused) {
   const SmallRun folder;

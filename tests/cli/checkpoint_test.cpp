@@ -135,7 +135,7 @@ TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
 TEST(AskedToStop, DoesNotWaitForAValidation) {
   const SmallRun folder;
   std::filesystem::resize_file(folder.write("long.txt", ""), std::uintmax_t{1} << 36);  // holes
-  Process first(folder.path(), two_ranks("run", 1, 100'000));  // one that goes on has none before
+  Process first(folder.path(), two_ranks("run", 1, 100'000));  // a resumed one has none before
   ASSERT_EQ(first.wait(kLong), 0) << first.err();
   auto words = two_ranks("run", 100'000, 100'000);
   words.insert(words.end(), {"--validation.path", "long.txt", "--validation.interval", "3",

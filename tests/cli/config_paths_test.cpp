@@ -68,15 +68,15 @@ Words words_of(const PathKey& key, const std::string& path, std::mt19937& draw) 
 }
 
 // Naive: "cannot open 'tiny/config.json'", where the file is next to the config.
-TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneBesideTheConfig) {
+TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneNextToTheConfig) {
   const RunBelow folder;
   std::mt19937 draw(20261128);
   int number = 0;
   for (const PathKey& key : path_keys()) {
-    const bool is_beside = ++number % 3 != 0;
+    const bool is_near = ++number % 3 != 0;
     const std::string stem = "p" + std::to_string(draw() % 1000);
     const std::string name = (draw() % 2 == 0 ? "" : "deep/") + stem + key.ending;
-    if (is_beside) {
+    if (is_near) {
       auto planted = "sub/" + name;
       if (const auto star = planted.find('*'); star != planted.npos) planted.erase(star, 1);
       fs::create_directories((folder / planted).parent_path());
@@ -93,8 +93,8 @@ TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneBesideThe
     const std::string said = last_line(outcome.err);
     EXPECT_THAT(said, Says(key.key + ": ", "'" + name + "'", "found no ",
                            "in the working folder '" + folder.path().string() + "'"));
-    const auto paired = Says("beside the config there is 'sub/" + name + "': name that");
-    EXPECT_EQ(::testing::Value(said, paired), is_beside) << said;
+    const auto paired = Says("next to the config there is 'sub/" + name + "': name that");
+    EXPECT_EQ(::testing::Value(said, paired), is_near) << said;
   }
 }
 
@@ -111,7 +111,7 @@ TEST(ConfigPaths, EachOfSeveralSourcesIsNamedByItsTable) {
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   EXPECT_THAT(last_line(outcome.err),
               Says("data.source[2].path: cannot open 'lost.txt': found no such file",
-                   "beside the config there is 'sub/lost.txt'"));
+                   "next to the config there is 'sub/lost.txt'"));
 }
 
 // As configs/ of an installed copy, whose paths begin above it.
@@ -123,7 +123,7 @@ TEST(ConfigPaths, TheFolderAboveTheConfigIsLookedIntoToo) {
                                             "model", "--data.path", "configs/lost.txt"});
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   EXPECT_THAT(last_line(outcome.err),
-              Says("beside the config there is 'share/configs/lost.txt': name that"));
+              Says("next to the config there is 'share/configs/lost.txt': name that"));
 }
 
 // Keys may be set for another run: a path that is not read is not checked.

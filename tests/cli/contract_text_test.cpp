@@ -1,4 +1,4 @@
-// What `inspect --contract` shows of a contract and a plan.
+// The text of a contract and a plan in `inspect --contract`.
 #include "cli/contract_text.h"
 
 #include "support/test.h"
@@ -19,7 +19,7 @@ std::vector<std::string> names_of(const ModelContract& contract) {
   return names;
 }
 
-// Layers join where nothing but the number differs, in whatever order they come.
+// Layers join where nothing but the number differs, in any order.
 TEST(FoldedContract, EqualLayersAreOneLineWithTheirNumbersAndCount) {
   ModelContract contract;
   for (const char* name : {"model.embed.weight", "layers.0.a.weight", "layers.0.b.weight",

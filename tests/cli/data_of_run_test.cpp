@@ -1,4 +1,4 @@
-// What a run reads, and how much of it: sources, masks, validation, as a user gives them.
+// The data of a run, and how much of it is read: sources, masks, validation, as a user gives them.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -52,7 +52,7 @@ class DataOfRun : public ::testing::Test {
   }
   void trained(const std::string& run, const Words& more) { succeeded(train(run, more)); }
 
-  /// NAME.bin of tokens i * factor % 256 beside NAME.json.
+  /// NAME.bin of tokens i * factor % 256 and NAME.json.
   void write_tokens(const std::string& name, std::int64_t count, int factor) {
     std::vector<std::uint16_t> tokens;
     for (std::int64_t i = 0; i < count; ++i) {
@@ -92,9 +92,9 @@ void forget_pages(const std::filesystem::path& path) {
   ::close(file);
 }
 
-// 2 GB of tokens and 1 GB of mask that nobody ever reads, but for the rows of three steps, the index
-// and the samples by which a checkpoint knows its data again. The one row with labels is in the first
-// step: the others are left out.
+// 2 GB of tokens and 1 GB of mask that are never read, but for the rows of three steps, the index
+// and the samples by which a checkpoint knows its data again. The one row with labels is in the
+// first step: the others are left out.
 TEST_F(DataOfRun, ABillionTokensCostNoMoreThanTheirRowsAndTheirIndex) {
   constexpr std::int64_t kTokens = 1'000'000'000;
   constexpr std::int64_t kRow = 17;
@@ -162,8 +162,8 @@ TEST_F(DataOfRun, AnIdOutsideTheVocabularyEndsTheRunWhereItIsRead) {
   EXPECT_EQ(std::ssize(values(folder_ / "run", "loss")), step - 1);
 }
 
-// Rows with and without labels by turns, one a step: the steps without are left out on any number of
-// ranks, and change nothing.
+// Rows with and without labels by turns, one a step: the steps without are left out on any number
+// of ranks, and change nothing.
 TEST_F(DataOfRun, StepsWithoutALabelAreLeftOutAndCounted) {
   write_tokens("half", 17 * 8, 3);
   std::string mask;
@@ -194,7 +194,7 @@ TEST_F(DataOfRun, StepsWithoutALabelAreLeftOutAndCounted) {
     }
   }
 
-  // With AdamW an update of a zero gradient would still decay and move. The count goes on.
+  // With AdamW an update of a zero gradient would still decay and move. The count continues.
   Words parts = common;
   parts[5] = "5";
   ASSERT_NO_FATAL_FAILURE(trained("parts", parts));
@@ -225,7 +225,7 @@ TEST_F(DataOfRun, ARefusedResumptionSaysWhatDiffersInTheData) {
     folder_.write(name, text);
     Words with = words;
     with.insert(with.end(), {"--data.path", name});
-    EXPECT_THAT(train("run", with), Exits(2, says, concat(name, "'"), "start anew"));
+    EXPECT_THAT(train("run", with), Exits(2, says, concat(name, "'"), "start a new run"));
   };
   const auto cut = place(), more = place();
   refused(page.substr(0, cut), "page.txt", concat("data.path: found ", cut, " bytes in '"));
@@ -244,7 +244,7 @@ TEST_F(DataOfRun, ARunWithoutALabelIsRefused) {
   write_tokens("none", 17 * 8, 3);
   folder_.write("none.mask.bin", std::string(17 * 8, '\0'));
   EXPECT_THAT(train("run", {"--data.path", "none.bin", "--nproc", "2"}),
-              Exits(2, "data.path: ", "no kept label in the rows"));
+              Exits(2, "data.path: ", "no unmasked target in the rows"));
   folder_.write("none.labels.bin", "torn");
   EXPECT_THAT(train("run", {"--data.path", "none.bin", "--nproc", "2"}),
               Exits(2, "none.labels.bin: found 4 bytes instead of 16"));
@@ -346,8 +346,8 @@ TEST_F(DataOfRun, PipelineAndTensorParallelRanksSeeTheLossesOfSources) {
   }
 }
 
-// Of the same weights, the loss of a step that has every row of the held-out data once is what its
-// validation has to find, in batches of any size.
+// With the same weights, the loss of a step that has every row of the held-out data once is what
+// its validation has to find, in batches of any size.
 TEST_F(DataOfRun, AValidationOfAllTakesEachRowOnce) {
   write_tokens("held", 17 * 7 + 5, 3);
   ASSERT_NO_FATAL_FAILURE(trained(
@@ -384,7 +384,7 @@ TEST_F(DataOfRun, AValidationOfAllTakesEachRowOnce) {
   }
 }
 
-// Batches that are ready-made have rows of their own, beside any data.
+// Batches that are ready-made have rows of their own, with any data.
 TEST_F(DataOfRun, AValidationOfBatchesHasTheirRows) {
   std::vector<std::int64_t> ids;
   for (std::int64_t i = 0; i < 2 * 3 * 24; ++i) ids.push_back(i * 7 % 256);
@@ -396,7 +396,7 @@ TEST_F(DataOfRun, AValidationOfBatchesHasTheirRows) {
   }
   writer.finish();
   const std::string path = (folder_ / "held.safetensors").string();
-  // Of the same weights, as two steps that change nothing.
+  // The same weights, in two steps that change nothing.
   std::string text = read_file(folder_ / "run.toml");
   const std::string rows = "seq_len = 16\nglobal_batch_size = 4\n";
   text.replace(text.find(rows), rows.size(), "");
@@ -408,7 +408,7 @@ TEST_F(DataOfRun, AValidationOfBatchesHasTheirRows) {
   const auto losses = values(folder_ / "whole", "loss");
   ASSERT_EQ(losses.size(), 2U);
   for (const std::string ranks : {"1", "2"}) {
-    const std::string run = "beside" + ranks;
+    const std::string run = "held" + ranks;
     ASSERT_NO_FATAL_FAILURE(
         trained(run, {"--validation.path", path, "--validation.steps", "-1", "--nproc", ranks}));
     EXPECT_NEAR(values(folder_ / run, "val_loss").front(), (losses[0] + losses[1]) / 2, 1e-6);
@@ -445,7 +445,7 @@ void write_documents(const TemporaryFolder& folder, std::uint64_t count) {
 }
 
 // A step is a pass in either way, so that both train on the same documents; the sums lie in other
-// orders. Naive: a document that sees the one in front of it, or positions that go on.
+// orders. Naive: a document that sees the one in front of it, or positions that continue.
 TEST_F(DataOfRun, PackedDocumentsTrainAsTheyDoAlone) {
   write_documents(folder_, 24);
   // Weights so large that what a position sees matters from the first step on.

@@ -10,7 +10,7 @@
 
 namespace tessera::cli {
 
-/// `few`: how many where nobody asks for the full proof, which has 200.
+/// `few`: how many without the full proof, which has 200.
 template <class Draw>
 void each_draw(std::uint64_t few, const Draw& draw) {
   const auto from = test::environment_number("TESSERA_CHECK_FROM", 1);

@@ -5,7 +5,7 @@
 // libtorch then throws from wherever the program is: reading weights, in forward, in backward, in
 // the optimizer, on the thread that issues collectives. The program itself knows nothing of it.
 // Only the first tensor after T milliseconds is concerned, so an error that is swallowed shows as a
-// run that goes on. The file `failed` in the working directory says that it has happened.
+// run that continues. The file `failed` in the working directory says that it has happened.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>

@@ -5,8 +5,8 @@
 //   PLACE: forward | backward | reduction | tp | experts | message | optimizer | control
 //
 // In step STEP (from 1) of those collectives or messages of PLACE that the step before had, the one
-// that DRAW draws: RANK kills or stops itself, or computes for ever, before it is issued; or leaves it
-// out, issues it twice, or the one after it first. truth.txt says what it was.
+// that DRAW draws: RANK kills or stops itself, or computes for ever, before it is issued; or leaves
+// it out, issues it twice, or the one after it first. truth.txt says what it was.
 #include <signal.h>
 #include <unistd.h>
 
@@ -112,7 +112,7 @@ class Faulty {
   }
 
  private:
-  /// What the step before the fault's issues.
+  /// Notes what the step before the fault's issues.
   void note(const comm::Group& group, const comm::Batch& batch, bool here) {
     const std::lock_guard lock(mutex_);
     if (done_ + 2 != fault_.step) return;

@@ -13,7 +13,7 @@ namespace {
 namespace fs = std::filesystem;
 
 /// The file that an error line of a run names, the step before it intact, nothing half written; and
-/// the same command without the obstacle goes on to the bits of the undisturbed run.
+/// the same command without the obstacle resumes to the bits of the undisturbed run.
 void expect_intact(const TemporaryFolder& folder, std::int64_t step) {
   const auto store = store_of(folder, "run");
   EXPECT_EQ(store.latest(), step);
@@ -39,7 +39,7 @@ TEST(FullDisk, AFileThatMayNotGrowIsNamedAndTheCheckpointBeforeStays) {
   expect_same_bits(store_of(folder, "run"), store_of(folder, "whole"), 8);
 }
 
-// `tessera train RUN/config.toml` goes on with nothing else.
+// `tessera train RUN/config.toml` resumes with nothing else.
 TEST(FullDisk, LeavesTheRunsConfigAsItWas) {
   const SmallRun folder;
   const Words train{TESSERA_PROGRAM, "train",
@@ -107,8 +107,8 @@ class SmallDisk {
   SmallDisk& operator=(const SmallDisk&) = delete;
 
   bool mounted() const { return mounted_; }
-  /// As a disk that became read-only is to whoever opens a file: the lock that a run holds open
-  /// keeps the disk itself from it.
+  /// Makes the disk read-only for every open of a file: the lock that a run holds open keeps the
+  /// disk itself from it.
   bool cover_read_only() const {
     if (::mount(folder_.c_str(), folder_.c_str(), nullptr, MS_BIND, nullptr) != 0) return false;
     constexpr unsigned long kFlags = MS_BIND | MS_REMOUNT | MS_RDONLY;

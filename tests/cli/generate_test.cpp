@@ -196,7 +196,7 @@ TEST_F(GenerateBytes, AModelWithDropoutIsReadAndConvertedButNotTrained) {
   }
 }
 
-// Its no_decay names norms, which are frozen beside adapters.
+// Its no_decay names norms, which are frozen with adapters.
 TEST_F(GenerateBytes, TheShippedFinetuneConfigTrainsAdaptersAsItStands) {
   folder_.write("page.txt", std::string(400, 'a'));
   const Outcome outcome = succeeded(run_program(

@@ -1,5 +1,5 @@
-// `tessera gradients --diff` as a user runs it: of files that gradients wrote, whole and damaged, and of
-// two configurations.
+// `tessera gradients --diff` as a user runs it: of files that gradients wrote, whole and damaged,
+// and of two configurations.
 //
 // TESSERA_CHECK_FROM and TESSERA_CHECK_DRAWS choose draws.
 #include <cstring>
@@ -114,7 +114,7 @@ TEST_F(GradientFiles, AScaledGradientIsNamed) {
   });
 }
 
-// Property: a file that is cut, at whatever byte, is refused by its name.
+// Property: a file that is cut, at any byte, is refused by its name.
 TEST_F(GradientFiles, CutFilesAreRefused) {
   const std::string whole = read_file(path("two"));
   each_draw(6, [&](std::mt19937& random) {

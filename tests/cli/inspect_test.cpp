@@ -1,4 +1,4 @@
-// What `inspect` says about a run before it starts, and about what one leaves.
+// The reports of `inspect` on a run before it starts, and on what a run leaves.
 
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -116,8 +116,8 @@ TEST(InspectCommand, ContractAndPlanHaveTheHashesOfTheRun) {
   }
 }
 
-// A tied head at the other end is a copy, on a V it is not; small buckets of all stages of a rank lie
-// in its root.
+// A tied head at the other end is a copy, on a V it is not; small buckets of all stages of a rank
+// lie in its root.
 TEST(InspectCommand, ContractAndPlanOfAPipelineHaveTheHashesOfTheRun) {
   const TemporaryFolder folder;
   struct {
@@ -150,7 +150,7 @@ TEST(InspectCommand, ContractAndPlanOfAPipelineHaveTheHashesOfTheRun) {
   }
 }
 
-// Of 70e9 parameters a rank has its stages; every number of the table is one of a rank.
+// Each rank has its stages of 70e9 parameters; every number of the table is one of a rank.
 TEST(InspectCommand, APipelineIsPlannedRankByRank) {
   const TemporaryFolder folder;
   folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
@@ -266,7 +266,7 @@ TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
     EXPECT_NE(line_with(outcome.out, begin), "");
     EXPECT_EQ(line_with(outcome.out, begin), line_with(run(plan, rates).out, begin));
   }
-  EXPECT_EQ(line_with(run(inspect, {}).out, begin), "") << "nobody has said how fast a rank is";
+  EXPECT_EQ(line_with(run(inspect, {}).out, begin), "") << "the speed of a rank is not given";
   for (const Words& alone : {Words{"--flops", "1e9"}, Words{"--bandwidth", "1MB"}}) {
     EXPECT_EQ(run(inspect, alone).code, 2);
   }
@@ -523,7 +523,7 @@ TEST(InspectCommand, ADamagedCheckpointIsRefused) {
   EXPECT_THAT(outcome.err, Says("rank_0.safetensors': found "));
 }
 
-// DeepSpeed and others write such a file, and folders of steps, beside the model.
+// DeepSpeed and others write such a file, and folders of steps, next to the model.
 TEST(InspectCommand, AFolderOfAModelWithAFileLatestIsAFolder) {
   const TemporaryFolder folder;
   const std::filesystem::path model = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-mixed";

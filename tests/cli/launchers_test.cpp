@@ -1,4 +1,4 @@
-// The program as ranks of every launcher: the same numbers, errors said once, lost ranks named,
+// The program as ranks of every launcher: the same numbers, errors logged once, lost ranks named,
 // nothing that listens beyond this host. Several hosts: several_hosts_test.cpp.
 #include <signal.h>
 
@@ -124,7 +124,7 @@ INSTANTIATE_TEST_SUITE_P(Program, OtherLaunchers,
                          starter_name);
 
 /// Before ranks meet all they know is what their launcher tells them, and torchrun tells them the
-/// same whoever has its store.
+/// same wherever its store is.
 class BeforeTheyMeet : public Launchers {};
 
 TEST_P(BeforeTheyMeet, AnotherNprocIsRefusedOnce) {

@@ -54,7 +54,8 @@ const std::vector<Journey> kJourneys{
     // And two groups of heads.
     {"nemotron-h-fp32", kMomentum, {kExperts, {.tp = 2, .ep = 2}, {.replicate = 2, .tp = 2}}}};
 
-/// The last ones of legs, whose exports are compared: in ./test --all of each journey another leg's.
+/// The last ones of legs, whose exports are compared: in ./test --all of each journey another
+/// leg's.
 std::vector<int> steps_of(const Journey& journey) {
   const auto is_it = [&](const Journey& one) { return one.folder == journey.folder; };
   const auto number = std::ranges::find_if(kJourneys, is_it) - kJourneys.begin();
@@ -82,7 +83,7 @@ class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
                                                 "--training.steps", std::to_string(to)}));
     ASSERT_EQ(outcome.code, 0) << to_string(layout) << ": " << outcome.err;
     ASSERT_EQ(store_of(folder_, run).latest(), to);
-    // All steps anew would give the same numbers.
+    // All steps again would give the same numbers.
     const std::string resumed = concat("checkpoint/step-", from, ", written by");
     EXPECT_EQ(outcome.err.find(resumed) != std::string::npos, from > 0) << outcome.err;
     EXPECT_THAT(outcome.err, AllOf(Says(concat("checkpoint of step ", from + 1, ":")),
@@ -98,7 +99,7 @@ class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
     return losses;
   }
 
-  /// What `convert` makes of a step, by the names of the model's files.
+  /// The output of `convert` for a step, by the names of the model's files.
   Tensors exported(const std::string& run, int step) const {
     const std::string out = concat(run, "-", step);
     const Outcome outcome = succeeded(run_program(

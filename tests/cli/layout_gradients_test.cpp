@@ -20,7 +20,8 @@ using golden::Reference;
 
 const std::vector<std::string> kFloat32{"--precision.param_dtype=float32"};
 
-/// Of the folder's one batch. The file says in which layout it was made: it is the one asked for.
+/// The gradients of the folder's one batch. The file says in which layout it was made: it is the
+/// one asked for.
 Gradients gradients(const std::string& name, const ProcessLayout& layout,
                     const std::vector<std::string>& more) {
   const TemporaryFolder folder;

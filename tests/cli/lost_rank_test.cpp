@@ -1,7 +1,7 @@
 // A rank of a real training run is killed, throws or stalls at a random moment, from the start of
-// the processes into the steps, which are eager, follow a plan or are replayed: every process is gone
-// within 10 s of the event, or of the timeout, and own spawn prints the culprit's error last. Other
-// launchers: launchers_test.cpp.
+// the processes into the steps, which are eager, follow a plan or are replayed: every process is
+// gone within 10 s of the event, or of the timeout, and own spawn prints the culprit's error last.
+// Other launchers: launchers_test.cpp.
 #include <signal.h>
 
 #include <array>
@@ -27,7 +27,7 @@ constexpr seconds kGone{10};
 constexpr seconds kTimeout{3};       // of a collective
 constexpr seconds kInitTimeout{10};  // of what comes before
 
-/// Of compile.mode; those with plans choose again by what their first steps took.
+/// The value of compile.mode; runs with plans choose again by what their first steps took.
 std::string mode_of(int number) {
   const std::array<std::string, 3> modes{"off", "plan", "replay"};
   return modes.at(static_cast<std::size_t>(number) % modes.size());
@@ -163,16 +163,16 @@ TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
     kill(ranks.at(one.rank), SIGSTOP);
     const seconds timeout = stepping ? kTimeout : kInitTimeout;
     EXPECT_EQ(run.wait(timeout + kGone), 1) << run.err();
-    // Whoever noticed says for whom it waited; others may wait for those that do.
+    // A rank that noticed says for whom it waited; others may wait for those that do.
     EXPECT_THAT(run.last_error_line(), ContainsRegex("rank ([0-9], )*" + std::to_string(one.rank)))
         << run.err();
     expect_all_gone(ranks);
   });
 }
 
-// What the first steps took is written by one rank. Behind the run's last step the others have nothing
-// more to wait for.
-TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNobodyStays) {
+// The profile of the first steps is written by one rank. After the run's last step the others have
+// nothing more to wait for.
+TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNoRankStays) {
   constexpr int kTwo = 2;
   for (const auto& [mode, steps] : {std::pair("plan", "5"), std::pair("replay", "1000000")}) {
     SCOPED_TRACE(std::string(mode) + ", " + steps + " steps");
@@ -192,8 +192,8 @@ TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNobodyStays) {
   }
 }
 
-// A write to a connection that a lost rank has closed raises SIGPIPE: whoever died of it would be
-// taken for the culprit.
+// A write to a connection that a lost rank has closed raises SIGPIPE: a rank that died of it would
+// be taken for the culprit.
 TEST(LostRank, SigpipeEndsNoRank) {
   const SmallRun folder;
   Process run(folder.path(), endless_training());

@@ -9,7 +9,7 @@ namespace {
 
 using Words = std::vector<std::string>;
 
-/// What `text` has in the line with `begin`, behind it; "" where there is none.
+/// The rest of the line of `text` with `begin`; "" where there is none.
 std::string behind(const std::string& text, const std::string& begin) {
   const auto at = text.find(begin);
   if (at == std::string::npos) return "";
@@ -95,7 +95,7 @@ TEST(MachineOption, ItsMemoryIsThatOfARankUnlessAnOptionSaysSo) {
     return succeeded(run_program(folder, words)).out;
   };
   EXPECT_THAT(fits({}), Says("\n  memory of box 977 KiB: "));
-  EXPECT_EQ(behind(fits({}), "a step by"), "") << "nobody says how fast it is";
+  EXPECT_EQ(behind(fits({}), "a step by"), "") << "its speed is not given";
   EXPECT_THAT(fits({"--device-memory", "80GiB"}), Says("\n  --device-memory 80.0 GiB: fits"));
 }
 

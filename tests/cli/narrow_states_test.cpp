@@ -1,5 +1,5 @@
 // A_log, dt_bias and D of layers with a state that a folder stores in bf16: the program computes with
-// their values, and trains them, in fp32. Whatever it does with such a folder has the bits of a folder
+// their values, and trains them, in fp32. All that it does with such a folder has the bits of a folder
 // that stores the same values in fp32.
 //
 // The class of bug: a stored dtype that decides what a state decays by, or a shard that keeps it, so
@@ -122,7 +122,7 @@ TEST_P(NarrowStates, ContractComputesAndStoresThemInFloat32WithItsReason) {
   EXPECT_GE(found, 4);
 }
 
-// A run computes in bf16 unless it is told otherwise. Naive: updates of 1e-3 are lost beside a bf16
+// A run computes in bf16 unless it is told otherwise. Naive: updates of 1e-3 are lost next to a bf16
 // value of 2.
 TEST_P(NarrowStates, TheyAreTrainedInFloat32UnderABFloat16Request) {
   const auto trained = [&](const std::string& model) {

@@ -101,8 +101,8 @@ TEST_F(RunAsModel, BeginsARunWhichKeepsTheCheckpointThatItTook) {
                {"inspect", "--contract", "further.toml", "--model.path", "further"});
 }
 
-// Adapters belong to the model beside which they were trained, however far its own run has come
-// since. Naive: RUN is looked up anew, and the run is refused with "set it back".
+// Adapters belong to the model that they were trained with, however far its own run has come
+// since. Naive: RUN is looked up again, and the run is refused with "set it back".
 TEST_F(RunAsModel, OfARunThatGoesOnIsTheCheckpointThatItBeganWith) {
   std::string config = read_file(folder_ / "run.toml");
   config.replace(config.find("config = \"model.json\""), 21, "path = \"run\"");
@@ -126,12 +126,12 @@ TEST_F(RunAsModel, OfARunThatGoesOnIsTheCheckpointThatItBeganWith) {
       resumed.err,
       Says("the checkpoint is taken with which this run began, '" + first + "'", "resumed from"));
   EXPECT_EQ(kept(), first);
-  // What it began with is gone: said, not replaced.
+  // The checkpoint that it began with is gone: the run says so, and takes no other one.
   fs::remove_all(first);
   const auto without = run_program(folder_, adapters("6"));
   EXPECT_EQ(without.code, 2) << without.err;
   EXPECT_THAT(last_line(without.err), Says("model.path: found tensors with the hash"));
-  // A run that begins anew takes the newest.
+  // A new run takes the newest.
   fs::remove_all(folder_ / "adapters/checkpoint");
   succeeded(run_program(folder_, adapters("2")));
   EXPECT_EQ(kept(), (folder_ / "run/checkpoint/step-5").string());
@@ -192,7 +192,7 @@ TEST_F(RunAsModel, OfAdaptersConvertedIsRefusedWithWhatToGiveInstead) {
   expect_refused("--model", {"gradients", "--model", "lora", "--batch", "b", "--out", "o"});
   expect_refused("CHECKPOINT", {"convert", "lora", "out"});
   expect_refused("model.path", {"train", "adapters.toml", "--model.path", "lora"});
-  // What it says to give.
+  // The folders that it says to give.
   for (const std::string model : {"run", "adapters"}) {
     EXPECT_EQ(run_program(folder_,
                           {"generate", "--model", model, "--prompt", "x", "--max-new-tokens", "1"})

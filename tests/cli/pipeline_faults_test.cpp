@@ -1,6 +1,6 @@
 // A rank of a pipeline is killed, stops or throws at a random moment of the steps: every process is
 // gone within 20 s of the event, or of the timeout; the others say in which slot they waited for
-// whom; and what was saved before goes on without the pipeline, with its bits. Asked to stop, all
+// whom; and what was saved before resumes without the pipeline, with its bits. Asked to stop, all
 // stages stop after the same step.
 //
 // A step has many micro-batches, so that a moment is most often in one of its slots. Without a
@@ -107,7 +107,7 @@ void expect_all_gone(const std::map<int, pid_t>& ranks) {
   for (const auto& [rank, pid] : ranks) EXPECT_FALSE(alive(pid)) << "rank " << rank;
 }
 
-/// What `convert` makes of a step.
+/// The weights that `convert` writes for a step.
 std::string weights(const TemporaryFolder& folder, const std::string& run, std::int64_t step) {
   const std::string out = run + "-hf";
   succeeded(run_program(
@@ -115,7 +115,7 @@ std::string weights(const TemporaryFolder& folder, const std::string& run, std::
   return read_file(folder / (out + "/model.safetensors"));
 }
 
-/// What is saved goes on for two steps on one rank; its losses and weights are those of a run that
+/// Resumes what was saved for two steps on one rank; its losses and weights are those of a run that
 /// knew no pipeline.
 void expect_goes_on_without(const TemporaryFolder& folder, std::int64_t saved) {
   for (const std::string run : {"run", "whole"}) {

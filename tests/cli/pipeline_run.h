@@ -48,7 +48,7 @@ inline Words as_pipeline(int ranks, const std::string& schedule) {
           schedule};
 }
 
-/// Of each line of metrics.jsonl what does not depend on the time.
+/// The values of each line of metrics.jsonl that do not depend on the time.
 inline std::vector<nlohmann::json> numbers(const std::filesystem::path& run) {
   std::istringstream text(read_so_far(run / "metrics/metrics.jsonl"));
   std::vector<nlohmann::json> steps;

@@ -1,7 +1,7 @@
 // `tessera train` as the ranks of a pipeline, as processes: numbers and weights are those of the
-// run of the same layout and micro-batches without one, bit for bit, whatever schedule and options;
-// a run goes on with other numbers of stages; the other commands read what it has saved; what
-// cannot be is refused with its numbers before anything is written.
+// run of the same layout and micro-batches without one, bit for bit, with every schedule and
+// option; a run resumes with other numbers of stages; the other commands read what it has saved;
+// what cannot be is refused with its numbers before anything is written.
 //
 // Every layout and recomputation in process: golden and dist tests. Next: pipeline_faults_test.cpp.
 
@@ -40,7 +40,7 @@ class PipelineRun : public ::testing::Test {
                 Says(concat(threads, threads == 1 ? " thread" : " threads", " a rank")));
   }
 
-  /// What `convert` makes of a step: all weights, in one file.
+  /// The output of `convert` for a step: all weights, in one file.
   std::string weights(const std::string& run, int step = kSteps) const {
     const std::string out = run + "-hf";
     fs::remove_all(folder_ / out);
@@ -49,7 +49,7 @@ class PipelineRun : public ::testing::Test {
     return read_file(folder_ / (out + "/model.safetensors"));
   }
 
-  /// What `convert` makes of a step of adapters, as peft reads it.
+  /// The output of `convert` for a step of adapters, as peft reads it.
   std::string adapters(const std::string& run, int step) const {
     const std::string out = concat(run, "-peft-", step);
     const std::string from = concat(run, "/checkpoint/step-", step);
@@ -186,7 +186,8 @@ INSTANTIATE_TEST_SUITE_P(
                  R"(["model.embed_tokens", "layers.0", "layers.1", "layers.2", "layers.4"])",
                  "--activation_checkpoint.mode", "full"},
                 "ZB1P"},
-        // Neither end adds anything to what both have; products of layers are put off all the same.
+        // Neither end adds anything to what both have; products of layers are deferred all the
+        // same.
         Options{"frozen_tied_ends",
                 {"--model.config", "tied.json", "--model.freeze", R"(["model.embed_tokens"])"},
                 "ZB1P"},
@@ -222,7 +223,7 @@ struct Layout {
   int data_ranks = 1;
 };
 
-TEST_F(PipelineRun, BesideOtherAxesHasTheWeightsBits) {
+TEST_F(PipelineRun, WithOtherAxesHasTheWeightsBits) {
   const Layout layouts[] = {
       {"sharded", {"--training.max_norm", "0"}, 2},
       {"replicas", {"--parallelism.data_parallel_replicate_degree", "2"}, 2},
@@ -253,11 +254,11 @@ TEST_F(PipelineRun, OfAFileIsThatOfItsKind) {
   expect_same_weights("compute_comms", "kind");
 }
 
-/// A run that goes on from `from`; all steps anew would give the same numbers.
+/// A run that resumes from `from`; all steps again would give the same numbers.
 class ResumedPipeline : public PipelineRun {
  protected:
-  void go_on(const std::string& run, int ranks, const std::string& schedule, int from, int to,
-             const Words& more = {}) {
+  void resume(const std::string& run, int ranks, const std::string& schedule, int from, int to,
+              const Words& more = {}) {
     const Words until =
         joined({"--training.steps", std::to_string(to), "--checkpoint.interval", "1"}, more);
     const Outcome outcome = succeeded(run_program(
@@ -269,18 +270,18 @@ class ResumedPipeline : public PipelineRun {
 };
 
 TEST_F(ResumedPipeline, GoesOnWithOtherNumbersOfStagesBitForBit) {
-  ASSERT_NO_FATAL_FAILURE(go_on("whole", 1, "", 0, 4));
-  ASSERT_NO_FATAL_FAILURE(go_on("moved", 2, "ZBV", 0, 1));
+  ASSERT_NO_FATAL_FAILURE(resume("whole", 1, "", 0, 4));
+  ASSERT_NO_FATAL_FAILURE(resume("moved", 2, "ZBV", 0, 1));
   EXPECT_TRUE(weights("moved", 1) == weights("whole", 1));
-  ASSERT_NO_FATAL_FAILURE(go_on("moved", 1, "", 1, 2));
+  ASSERT_NO_FATAL_FAILURE(resume("moved", 1, "", 1, 2));
   EXPECT_TRUE(weights("moved", 2) == weights("whole", 2));
-  ASSERT_NO_FATAL_FAILURE(go_on("moved", 4, "1F1B", 2, 3));
-  ASSERT_NO_FATAL_FAILURE(go_on("moved", 2, "Interleaved1F1B", 3, 4));
+  ASSERT_NO_FATAL_FAILURE(resume("moved", 4, "1F1B", 2, 3));
+  ASSERT_NO_FATAL_FAILURE(resume("moved", 2, "Interleaved1F1B", 3, 4));
   expect_same_numbers("moved", "whole");
   expect_same_weights("moved", "whole");
 }
 
-/// Of adapters, beside a model that no stage trains.
+/// Adapters, next to a model that no stage trains.
 class AdaptersInStages : public ResumedPipeline {
  protected:
   /// Trains `config` whole, from whose weights adapters are then trained, without a pipeline and
@@ -296,9 +297,9 @@ class AdaptersInStages : public ResumedPipeline {
     const Words lora{"--lora.rank",           "2",   "--lora.targets",     "q_proj",
                      "--lora.dropout",        "0.1", "--validation.path",  "held_out.txt",
                      "--validation.interval", "1",   "--validation.steps", "3"};
-    ASSERT_NO_FATAL_FAILURE(go_on("whole", 1, "", 0, kSteps, lora));
-    ASSERT_NO_FATAL_FAILURE(go_on("stages", 2, on_two, 0, 2, lora));
-    ASSERT_NO_FATAL_FAILURE(go_on("stages", 4, "1F1B", 2, kSteps, lora));
+    ASSERT_NO_FATAL_FAILURE(resume("whole", 1, "", 0, kSteps, lora));
+    ASSERT_NO_FATAL_FAILURE(resume("stages", 2, on_two, 0, 2, lora));
+    ASSERT_NO_FATAL_FAILURE(resume("stages", 4, "1F1B", 2, kSteps, lora));
     expect_same_numbers("stages", "whole");
     EXPECT_TRUE(numbers(folder_ / "whole").back().contains("val_loss"));
     const std::string wanted = adapters("whole", kSteps);
@@ -313,9 +314,7 @@ class AdaptersInStages : public ResumedPipeline {
 TEST_F(AdaptersInStages, WithDropoutHaveTheirBits) { expect_their_bits("model.json", "ZBV"); }
 
 // Both ends have the one embedding, and neither trains it.
-TEST_F(AdaptersInStages, BesideATiedEmbeddingHaveTheirBits) {
-  expect_their_bits("tied.json", "ZB1P");
-}
+TEST_F(AdaptersInStages, OfATiedEmbeddingHaveTheirBits) { expect_their_bits("tied.json", "ZB1P"); }
 
 TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {
   ASSERT_NO_FATAL_FAILURE(train("whole", 1, kMicroBatches, {}));

@@ -34,7 +34,7 @@ Outcome plan(const TemporaryFolder& folder, const Words& more, const std::string
   return run_program(folder, joined({"plan", "run.toml", "--world", world}, more));
 }
 
-/// Of a WideRun, made once.
+/// The plan of a WideRun, made once.
 const std::string& eager_plan() {
   static const std::string made = succeeded(plan(WideRun(), {"--json"})).out;
   return made;
@@ -76,7 +76,7 @@ TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   EXPECT_THAT(outcome.out, Not(Says("by the profile"))) << "nothing was measured";
 }
 
-/// What a table of inspect or a line of plan says of all that is sent.
+/// The sentence about all that is sent in a table of inspect or a line of plan.
 std::string sent_in(const std::string& text, const std::string& before) {
   const auto at = text.rfind(before);
   if (at == std::string::npos) return "nothing";
@@ -410,8 +410,8 @@ TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
   }
 }
 
-// Naive: the actions alone are looked at, and keys that nobody knows are passed over.
-TEST(PlanVerb, FindsChoicesThatActionsDoNotFollowAndKeysOfNobody) {
+// Naive: the actions alone are looked at, and unknown keys are passed over.
+TEST(PlanVerb, FindsChoicesThatActionsDoNotFollowAndUnknownKeys) {
   const WideRun folder;
   const auto whole = json::parse(eager_plan());
   const auto checked = [&](const json& edited) {
@@ -473,7 +473,7 @@ std::vector<double> losses(const std::filesystem::path& metrics) {
   return found;
 }
 
-/// Of two ranks, in run.toml.
+/// Trains run.toml on two ranks.
 Words planned_training(const std::string& run, int steps) {
   return joined({"train", "run.toml", "--nproc", "2", "--job.dump_folder", run},
                 {"--training.steps", std::to_string(steps), "--checkpoint.enable", "false"});
@@ -537,7 +537,8 @@ TEST(PlannedRun, ReplayedTellsWhatItsBlocksTake) {
   EXPECT_GT(all(counted), all(not_counted));
 }
 
-// Naive: steps in which regions are recorded and compared, three times as long, are what is measured.
+// Naive: steps in which regions are recorded and compared, three times as long, are what is
+// measured.
 TEST(PlannedRun, MeasuresNoStepThatRecords) {
   const WideRun folder;
   const auto chosen_at = [&](const std::string& mode) {
@@ -571,7 +572,7 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
   const auto made = plan(folder, {"--compile.memory_budget", budget, "--json"});
   folder.write("plan.json", made.out);
   EXPECT_THAT(plan(folder, {"--check", "plan.json"}).out, Says("'plan.json': 0 findings"));
-  // Of a run whose key binds every layer it is another's.
+  // For a run whose key binds every layer it is another run's plan.
   EXPECT_THAT(plan(folder, {"--check", "plan.json", "--activation_checkpoint.mode", "none"}),
               Exits(2, "recomputed by: user, plan"));
 

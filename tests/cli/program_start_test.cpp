@@ -76,8 +76,8 @@ struct Waits {
 };
 
 // Property: with every setting of the two variables libgomp spins shortly exactly where both are
-// unset or blank; values that are set stay. Naive: the variable is set in main(), which libgomp does
-// not read.
+// unset or blank; values that are set stay. Naive: the variable is set in main(), which libgomp
+// does not read.
 TEST(ProgramStart, LibgompSpinsShortlyWhereNobodySaidHowThreadsWait) {
   const TemporaryFolder folder;
   for (const Waits& set :
@@ -173,7 +173,7 @@ std::string threads_of(const std::string& ranks, const std::string& environment)
   return device.empty() ? "" : device[0].substr(device[0].rfind(',') + 2);
 }
 
-// Naive: a variable that is set counts, whatever its value, and each rank takes all cores.
+// Naive: a variable that is set counts with any value, and each rank takes all cores.
 TEST(ProgramStart, AnOmpNumThreadsThatLibgompIgnoresCountsAsNotSet) {
   const std::string alone = threads_of("1", "OMP_NUM_THREADS=");
   const std::string shared = threads_of("2", "env -u OMP_NUM_THREADS");

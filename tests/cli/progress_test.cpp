@@ -13,7 +13,7 @@
 namespace tessera::cli::progress_test {
 namespace {
 
-/// What a terminal of 100 columns has received.
+/// Receives as a terminal of 100 columns.
 class Terminal {
  public:
   Terminal() : master_(::posix_openpt(O_RDWR | O_NOCTTY)) {
@@ -56,7 +56,7 @@ class Terminal {
   std::thread reader_;
 };
 
-/// What a person sees in the end: each line with what was erased gone.
+/// The lines that a person sees in the end, without what was erased.
 std::vector<std::string> screen(const std::string& received) {
   std::vector<std::string> lines(1);
   for (std::size_t i = 0; i < received.size(); ++i) {

@@ -1,4 +1,4 @@
-// What the program refuses: exit code 2, one line on stderr that names the key, nothing on stdout.
+// Refusals of the program: exit code 2, one line on stderr that names the key, nothing on stdout.
 
 #include <nlohmann/json.hpp>
 

@@ -57,7 +57,7 @@ TEST_F(RunFolder, OfARunIsRefusedToAnotherUntilThatIsGone) {
     EXPECT_THAT(second.last_error_line(), Says("'" + run + "': found in use by process " +
                                                    std::to_string(ranks.at(0)) + " on ",
                                                "set another job.dump_folder"));
-    // The first one's files are as they were: it goes on writing them.
+    // The first one's files are as they were: it continues to write them.
     const auto steps = losses(folder_ / "run").size();
     wait_for_steps("run", steps + 5);
     ::kill(first.pid(), SIGKILL);
@@ -154,7 +154,7 @@ TEST_F(EndedRun, IsNotConvertedIntoItsOwnCheckpoint) {
 }
 
 // Naive: it is written, stops the next resume where it is the newest, and a save of its step
-// removes it without a word.
+// removes it silently.
 TEST_F(EndedRun, IsNotConvertedIntoTheNameOfAnotherStep) {
   for (const std::string out : {"step-4", "step-4/inside", "step-4.tmp", "latest"}) {
     const auto outcome =
@@ -241,7 +241,7 @@ TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
   EXPECT_THAT(attempt("c", 1, 2), Says("set job.dump_folder"));
 }
 
-// Else the next attempt would begin anew, hours later.
+// Else the next attempt would start a new run, hours later.
 TEST(RestartedRun, IsRefusedWhereItsFolderCannotBeNoted) {
   const SmallRun folder;
   const auto first_attempt = [&] {

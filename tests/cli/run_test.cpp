@@ -1,4 +1,4 @@
-// What a training run leaves behind, on one rank and on two.
+// The files that a training run leaves, on one rank and on two.
 
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -93,7 +93,7 @@ std::vector<std::string> said_before_steps(const std::string& err) {
   return lines;
 }
 
-// A run says what it is about to do once, on rank 0, whatever number of ranks.
+// A run says what it is about to do once, on rank 0, with any number of ranks.
 TEST(TrainCommand, SaysWhatItWillDoBeforeStepOne) {
   const SmallRun folder;
   const Outcome outcome =
@@ -133,7 +133,7 @@ bool machine_has_bf16() {
   return false;
 }
 
-// bf16 that is emulated, and rows that the model was not made for, are said once with their keys.
+// bf16 that is emulated, and rows that the model was not made for, are logged once with their keys.
 TEST(TrainCommand, WarnsOfWhatIsMostLikelyNotMeant) {
   const SmallRun folder;
   const auto said = [&](const std::vector<std::string>& more) {
@@ -170,7 +170,7 @@ TEST(TrainCommand, TheRunsOwnConfigRepeatsItBitForBit) {
   const auto first = read_metrics(folder / "one");
   succeeded(run_program(folder, {"train", "one/config.toml"}));
   const auto second = read_metrics(folder / "one");
-  ASSERT_EQ(second.size(), first.size()) << "a run that starts anew truncates metrics.jsonl";
+  ASSERT_EQ(second.size(), first.size()) << "a new run truncates metrics.jsonl";
   for (std::size_t i = 0; i < first.size(); ++i) EXPECT_EQ(second[i]["loss"], first[i]["loss"]);
 }
 
@@ -292,7 +292,8 @@ INSTANTIATE_TEST_SUITE_P(Program, LostOutput,
                                            StandardOutput{"Closed", ">&-"}),
                          [](const auto& one) { return one.param.name; });
 
-// Two rows in two pieces are two micro-batches of a row; in four, two that are empty change nothing.
+// Two rows in two pieces are two micro-batches of a row; in four, two that are empty change
+// nothing.
 TEST(GradientsCommand, MicroBatchesCutARanksRowsByCount) {
   const TemporaryFolder folder;
   const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";

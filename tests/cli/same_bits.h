@@ -1,4 +1,4 @@
-// What a run left, for comparing it with an undisturbed one bit for bit.
+// Compares what a run left with an undisturbed one, bit for bit.
 #pragma once
 
 #include <sstream>

@@ -41,13 +41,13 @@ TEST(ScheduleVerb, SimulatesPairsByTheirTurns) {
   EXPECT_THAT(of_pairs("Paired1F1B", "10,10,10,130", {"--ranks", "1"}),
               Says("makespan 1040\n", "longest pair (0F1;0B0): 130,", " 0 hidden, 100 exposed\n"));
   EXPECT_THAT(of_pairs("DualPipeV", "10,10,10", {"--ranks", "2"}), Says("makespan 1576.92\n"));
-  // Nothing is beside anything.
+  // No pass runs with another one.
   const std::string in_turn = of_pairs("1F1B", "10,10,10", {"--ranks", "2"});
   EXPECT_THAT(in_turn, Says("makespan 1170\n", "   1            0          800\n"));
   EXPECT_THAT(in_turn, Not(Says("turns")));
 }
 
-// What it writes it reads: the same lists, the same times out of its own trace.
+// The verb reads what it writes: the same lists, the same times out of its own trace.
 TEST(ScheduleVerb, ReadsItsOwnFiles) {
   const TemporaryFolder folder;
   for (const std::string form : {"compute_only", "compute_comms"}) {
@@ -146,9 +146,9 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
       {{"two.csv", "--exchanges", "3,2", "--exchange-cost", "-1"},
        "--exchange-cost: found '-1', expected a number from 0"},
       {{"two.csv", "--exchanges", "3,2", "--exchange-cost", "1", "--costs-from", "t.json"},
-       "--exchanges: found beside costs that were measured"},
+       "--exchanges: found with measured costs"},
       {{"two.csv", "--exchanges", "3,2", "--exchange-cost", "1", "--costs-from", "t.toml"},
-       "--exchange-cost: found beside costs in GFLOP, expected --machine or --flops"},
+       "--exchange-cost: found with costs in GFLOP, expected --machine or --flops"},
       {{"GPipe", "--ranks", "1", "--micro-batches", "10000", "--costs", "1e9,1e9,1e9,1e9",
         "--trace", "a.json"},
        "trace: found a makespan of"},
@@ -162,7 +162,7 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
   }
 }
 
-// What cannot be written is refused before the schedule is made.
+// A file that cannot be written is refused before the schedule is made.
 TEST(ScheduleVerb, IsRefusedWhereItCannotWrite) {
   const TemporaryFolder folder;
   for (const std::string option : {"--csv", "--svg", "--trace"}) {

@@ -48,7 +48,7 @@ struct Model {
 
 void PrintTo(const Model& model, std::ostream* out) { *out << model.name; }
 
-/// What one rank of an axis that shares it out has of the parameter: 1 / this.
+/// The part of the parameter that one rank of an axis that shares it has: 1 / this.
 std::int64_t parts(const json& parameter) {
   std::int64_t product = 1;
   if (!parameter.contains("placement")) return product;
@@ -103,7 +103,7 @@ class ShippedModels : public ::testing::TestWithParam<Model> {
           const std::int64_t held = place.at("numel");
           EXPECT_EQ(held * parts(parameter), numel(parameter.at("shape"))) << place;
           const auto holders = bucket.at("ranks").get<std::int64_t>() * parts(parameter);
-          // What sees images is not cut: each rank of tp computes it, and has one.
+          // The vision tower is not cut: each rank of tp computes it, and has one.
           const bool sees = parameter.at("name").get<std::string>().find("vision") != npos;
           EXPECT_EQ(holders, sees ? kWorld / tensor_ranks : kWorld) << place;
           wanted += numel(parameter.at("shape")) * kWorld / holders;
@@ -218,8 +218,8 @@ TEST_P(ShippedModels, TensorParallelExpertsAreCutInTheirWidth) {
                         {experts + "down_proj", GetParam().cut_down}});
 }
 
-// A trillion parameters on 256 ranks, as the file stands: of each expert 4 ranks have a quarter, and
-// a rank needs less than the 141 GB of the device that its comment names.
+// A trillion parameters on 256 ranks, as the file stands: of each expert 4 ranks have a quarter,
+// and a rank needs less than the 141 GB of the device that its comment names.
 TEST(ShippedKimiK2, FitsOn256Ranks) {
   const TemporaryFolder folder;
   std::filesystem::create_directory_symlink(kConfigs, folder / "configs");
@@ -234,7 +234,8 @@ TEST(ShippedKimiK2, FitsOn256Ranks) {
       << "recomputation is what makes it fit";
 }
 
-// 80 billion on 64 ranks of 80 GB, as the file stands; tp shares out key heads of layers with a state.
+// 80 billion on 64 ranks of 80 GB, as the file stands; tp shares out key heads of layers with a
+// state.
 TEST(ShippedQwen3Next, FitsOn64RanksAndCutsStatesByKeyHeads) {
   const TemporaryFolder folder;
   std::filesystem::create_directory_symlink(kConfigs, folder / "configs");
@@ -407,7 +408,7 @@ INSTANTIATE_TEST_SUITE_P(
                             kCutDown,
                             "model.",
                             "block_sparse_moe.experts."},
-                      // Layer 1 slides and has a dense MLP beside the experts; the embedding is
+                      // Layer 1 slides and has a dense MLP next to the experts; the embedding is
                       // the head. 25.23 billion are the text's, 0.57 the frozen tower's.
                       Model{"gemma4-26b-a4b",
                             25'805'933'872,

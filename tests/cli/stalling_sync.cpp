@@ -2,7 +2,7 @@
 //
 //   TESSERA_TEST_STALLED_FILE=NAME
 //
-// fsync() of a file of this name does not return; whoever calls it waits for ever. The program
+// fsync() of a file of this name does not return; its caller waits for ever. The program
 // itself knows nothing of it. The file `stalled` in the working directory says that it has
 // happened.
 #include <dlfcn.h>

@@ -142,7 +142,7 @@ Sink draw_sink(std::mt19937& random) {
 }
 
 // Property: a run ends well with all its steps and its checkpoint, whichever of its streams cannot
-// be written or has lost its reader, and from whatever byte on, and its log says so once.
+// be written or has lost its reader, and from any byte on, and its log says so once.
 TEST(UnreadOutput, EndsNoRun) {
   const int draws = test::full_proof() ? 200 : 12;
   for (int seed = 1; seed <= draws; ++seed) {
@@ -189,7 +189,7 @@ std::vector<Words> verbs_of_output() {
           {"generate", "--model", model, "--prompt-tokens", "1,2", "--max-new-tokens", "20"}};
 }
 
-// Property: a reader that has gone, from whatever byte on, ends each of these verbs silently and
+// Property: a reader that has gone, from any byte on, ends each of these verbs silently and
 // without an error; a full disk and a closed descriptor are errors of each.
 TEST(UnreadOutput, EndsAVerbWhoseOutputIsItsResult) {
   const SmallRun folder;
@@ -243,7 +243,7 @@ TEST(UnreadOutput, EndsNoVerbWhoseResultIsElsewhere) {
   EXPECT_EQ(run_into(folder, convert, gone, {}).code, 3);
 }
 
-// What is found is found without a reader, too, and its page is written.
+// Findings are reported without a reader, too, and their page is written.
 TEST(UnreadOutput, LeavesFindingsTheirExitCode) {
   const SmallRun folder;
   for (const Words& form : {Words{}, Words{"--json"}}) {

@@ -80,7 +80,7 @@ TEST_F(Forged, ACheckpointWithoutAnyStateOfItsOptimizerIsRefused) {
     for (const RanksOfRun& layout : {RanksOfRun{1, 1}, RanksOfRun{2, 1}, RanksOfRun{3, 1}}) {
       EXPECT_THAT(refusal(layout),
                   Says(adam ? "found no optim/exp_avg/" : "found no optim/step/", "expected what ",
-                       " kept in 2 updates", "start anew from these weights: model.path"));
+                       " kept in 2 updates", "start a new run from these weights: model.path"));
     }
   }
 }

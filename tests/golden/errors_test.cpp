@@ -163,8 +163,8 @@ TEST(GoldenErrors, BatchWithoutAKeptLabelIsNamed) {
   const auto path = batches([](const std::string& name, std::int64_t* values, std::int64_t count) {
     if (name.ends_with("labels")) std::fill(values, values + count, -100);
   });
-  EXPECT_THAT(error_of_gradients(path), Says(path.string(), "no kept label"));
-  EXPECT_THAT(error_of_training(path), Says(path.string(), "no kept label in steps/labels"));
+  EXPECT_THAT(error_of_gradients(path), Says(path.string(), "no unmasked target"));
+  EXPECT_THAT(error_of_training(path), Says(path.string(), "no unmasked target in steps/labels"));
 }
 
 TEST(GoldenErrors, TokenOutsideTheVocabularyIsNamedWithItsPlace) {

@@ -391,7 +391,7 @@ class Lora(unittest.TestCase):
                       ("generate", "--model", checkpoint, "--prompt-tokens", "1", "--max-new-tokens", "1"),
                       ("gradients", "--model", checkpoint, "--batch", DATA / "qwen3-fp32/reference.safetensors",
                        "--out", "g.safetensors")):
-            self.assertIn("beside which the adapters", self.run_tessera(*words, code=2))
+            self.assertIn("of the model that the adapters", self.run_tessera(*words, code=2))
         self.assertIn("model.path: found tensors with the hash",
                       self.train(base, "--training.steps", "5", code=2))
 
@@ -403,7 +403,7 @@ class Lora(unittest.TestCase):
                 ((), "lora.targets: found nothing")):
             self.assertIn(message, self.train(base, targets=targets, code=2))
         self.assertIn("lora.rank: found 4096, expected at most", self.train(base, "--lora.rank", 4096, code=2))
-        self.assertIn("model.freeze: found a list beside lora.rank",
+        self.assertIn("model.freeze: found a list with lora.rank",
                       self.train(base, "--model.freeze", "[]", code=2))
         tied = next(f for f in ("llama-mixed", "llama-fp32", "qwen3-mixed") if json.loads(
             (DATA / f / "config.json").read_text()).get("tie_word_embeddings"))

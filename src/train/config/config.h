@@ -258,7 +258,7 @@ struct DebugConfig {
   std::int64_t seed = 42;
   bool check_dtypes = false;
   bool check_placements = false;
-  std::int64_t guard = 0;  ///< compares replicas every so many steps; 0 = never
+  std::int64_t guard = 0;  ///< compares replicas every N steps; 0 = never
   bool deterministic = false;
   OnNonfinite on_nonfinite = OnNonfinite::kError;
   bool operator==(const DebugConfig&) const = default;

@@ -310,7 +310,7 @@ void add_update(std::vector<ConfigKey>& keys) {
       .key("path", &V::path, {"files", "Held-out data, as data.path; [] is no validation."})
       .key("interval", &V::interval,
            {"steps",
-            "A validation every so many steps, besides before the first and after the last."},
+            "Steps between validations, besides those before the first and after the last."},
            count_from(1))
       .key("steps", &V::steps,
            {"batches", "Batches of a validation, each row at most once; -1 is all of them."},
@@ -332,7 +332,7 @@ void add_debug(std::vector<ConfigKey>& keys) {
             "the same on all ranks of tp, and ends with exit code 3 where they differ."})
       .key("guard", &B::guard,
            {"steps",
-            "Every so many steps, after the update, ranks that hold the same elements of "
+            "Every N steps, after the update, ranks that hold the same elements of "
             "parameters, gradients, optimizer state and buffers compare hashes of them, and those "
             "that have the same rows of these; ends with exit code 3 where they differ, naming "
             "tensor, axis and ranks. 0: never."},
@@ -361,8 +361,7 @@ void add_outputs(std::vector<ConfigKey>& keys) {
   using M = MetricsConfig;
   Section(keys, "metrics", &Config::metrics)
       .key("folder", &M::folder, {"folder", "Where metrics.jsonl goes, relative to RUN."})
-      .key("log_freq", &M::log_freq, {"steps", "Every so many steps a line on stdout."},
-           count_from(1))
+      .key("log_freq", &M::log_freq, {"steps", "Steps between lines on stdout."}, count_from(1))
       .key(
           "enable_tensorboard", &M::enable_tensorboard,
           {"", "Write TensorBoard event files to tb/ in that folder; tags are the metrics' names."})

@@ -1,4 +1,4 @@
-// The page of a check: well formed whatever a report says, of a bounded size, with nothing in it that
+// The page of a check: well formed for any report, of a bounded size, with nothing in it that
 // loads or runs, and with pictures that show the report's numbers.
 #include "check/page.h"
 
@@ -200,7 +200,7 @@ Report hostile_report(std::mt19937_64& random) {
   return report;
 }
 
-/// What the two parsers of Python say of the pages in a folder; "" where all is well.
+/// The complaints of the two parsers of Python about the pages in a folder; "" where all is well.
 std::string said_by_parsers(const std::filesystem::path& folder) {
   const std::filesystem::path said = folder / "said.txt";
   const std::string command = concat("'" TESSERA_PYTHON3 "' '" TESSERA_PAGE_PARSER "' '",
@@ -311,8 +311,8 @@ TEST(Page, StaysSmallForALargeRun) {
   EXPECT_THAT(page, Says("first 50 of 1000", "passes are one column", "that need most"));
 }
 
-// A forward keeps 1, 2, 3, 4 units of memory, then they go; the root's work is a column of its own, where
-// the most is: behind the layers in a forward, before them in a backward.
+// A forward keeps 1, 2, 3, 4 units of memory, then they go; the root's work is a column of its own,
+// where the most is: behind the layers in a forward, before them in a backward.
 TEST(StepMemory, DrawsUnitsInTheOrderOfTheStep) {
   const std::string picture = step_memory(report_of(1));
   const std::int64_t unit = kGiB / 64;

@@ -1,4 +1,4 @@
-// What ranks of tp and ep send each other of activations in a step, counted: the formulas of
+// Counts what ranks of tp and ep send each other of activations in a step: the formulas of
 // docs/communication.md, and nothing else.
 //
 // Every token goes to every expert (experts a token = experts), so that dispatch is known without
@@ -77,7 +77,7 @@ Activations counted(const DryStep& step) {
   return found;
 }
 
-/// What travels of parameters and gradients, in calls and bytes: one rank's.
+/// The traffic of parameters and gradients, in calls and bytes: one rank's.
 struct Parameters {
   Sent gathers;
   Sent reductions;
@@ -196,7 +196,7 @@ const std::vector<Degrees> kExpertLayouts{
     {.name = "uneven", .tp = 2, .ep = 2, .sequence = false, .positions = 15},
     {.name = "uneven_all", .tp = 2, .ep = 2, .sequence = false, .router = kAll, .positions = 15},
 };
-/// What one family shows for all.
+/// Layouts that one family shows for all.
 constexpr auto kBf16 = Dtypes::kBFloat16;
 constexpr auto kSums32 = Dtypes::kBFloat16SumsIn32;
 const std::vector<Degrees> kOnceLayouts{

@@ -72,7 +72,7 @@ TEST(BatchMemory, TellsMemoryThatRanOutFromOtherErrors) {
                     Says("training.seq_len"), Says("std::bad_alloc")));
 }
 
-TEST(BatchMemory, BesideBatchesItSaysWhenAndNotWhichCallsLedThere) {
+TEST(BatchMemory, OutsideOfBatchesItSaysWhenAndNotWhichCallsLedThere) {
   const std::runtime_error error(
       "CUDA out of memory. Tried to allocate 2.00 GiB. GPU\nframe #0: f");
   EXPECT_THAT(
@@ -81,8 +81,8 @@ TEST(BatchMemory, BesideBatchesItSaysWhenAndNotWhichCallsLedThere) {
       AllOf(StartsWith("memory ran out before the first step of cuda:1: requested 2.00 GiB, "
                        "held 1 GiB, peak 2 GiB, reserved 4 GiB, expected room"),
             Says("more ranks"), Not(Says("frame"))));
-  EXPECT_THAT(out_of_memory_text("beside forwards", std::bad_alloc()),
-              StartsWith("memory ran out beside forwards, expected room"));
+  EXPECT_THAT(out_of_memory_text("outside of forwards", std::bad_alloc()),
+              StartsWith("memory ran out outside of forwards, expected room"));
 }
 
 // As CUDA's allocator and the simulated device say it, and as neither does.

@@ -17,7 +17,7 @@ struct Change {
   std::function<void(Config&)> make;
 };
 
-/// Each changes what is agreed, whatever the others do.
+/// Each changes what is agreed, independent of the others.
 const std::vector<Change>& changes() {
   static const std::vector<Change> kAll{
       {"computes in fp32", [](Config& c) { c.precision.param_dtype.dtype = DType::kFloat32; }},

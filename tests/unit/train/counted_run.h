@@ -1,4 +1,4 @@
-// What the ranks of a run issue and hold, and a dry step beside it.
+// Counts what the ranks of a run issue and hold, to compare it with a dry step.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +19,13 @@
 
 namespace tessera::train {
 
-/// What a rank issues in a step, by kind and unit, in order; all of activations under kActivations,
-/// which its own thread issues, in whatever order beside parameters.
+/// The calls of a rank in a step, by kind and unit, in order; all of activations under
+/// kActivations, which its own thread issues, in any order relative to parameters.
 using Issued = std::map<std::string, std::vector<std::string>>;
 inline constexpr const char* kActivations = "activations";
 
-/// Sequence numbers count from the first step of a run. Norms, counts and agreements are relayed, and
-/// a run has more of them.
+/// Sequence numbers count from the first step of a run. Norms, counts and agreements are relayed,
+/// and a run has more of them.
 inline void add(Issued& issued, comm::Entry entry) {
   if (std::ranges::any_of(entry.ops, &comm::OpFacts::relayed)) return;
   entry.sequence = 0;
@@ -73,8 +73,8 @@ inline void expect_same(const Issued& dry, const Issued& real, int rank) {
   EXPECT_EQ(dry.size(), real.size()) << "rank " << rank;
 }
 
-/// The most that each rank held in the second step of a run, and what it held behind it. Left out is
-/// what libtorch takes for itself in an operation, as oneDNN does for bf16 products.
+/// The most that each rank held in the second step of a run, and what it held behind it. Left out
+/// is what libtorch takes for itself in an operation, as oneDNN does for bf16 products.
 struct HeldByRun {
   std::int64_t peak = 0;
   std::int64_t between = 0;
@@ -106,8 +106,8 @@ inline std::vector<HeldByRun> held_by_run(const Config& config, const ModelSourc
   return held;
 }
 
-/// `share`: by how much the peak may differ, beside control messages, which are text where ranks agree on
-/// a plan; models of size do not notice those.
+/// `share`: by how much the peak may differ, in addition to control messages, which are text where
+/// ranks agree on a plan; models of size do not notice those.
 struct Near {
   double share = 0.03;
   std::int64_t text = kText;  ///< of the peak

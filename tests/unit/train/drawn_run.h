@@ -146,7 +146,7 @@ inline Drawn drawn(std::uint32_t seed) {
   return d;
 }
 
-/// Adapters stand beside weights, which the reference has, of a vocabulary without all bytes.
+/// Adapters need weights, which the reference has, of a vocabulary without all bytes.
 inline void set_adapters(Config& config, const TemporaryFolder& folder, const Drawn& d) {
   config.model.config.clear();
   config.model.path = std::string(TESSERA_TEST_DATA) + "/" + d.family + "-fp32";

@@ -1,4 +1,4 @@
-// A dry step beside a run that is there: drawn families, layouts, dtypes and options of a step. Every
+// Compares a dry step with a real run: drawn families, layouts, dtypes and options of a step. Every
 // rank issues the same collectives, group by group in the same order, of the same bytes.
 #include "train/dry/dry_step.h"
 
@@ -76,7 +76,7 @@ TEST(DryStep, WithTheLoadsOfARunHoldsWhatItHolds) {
   }
 }
 
-/// Experts over several ranks under a schedule whose forwards run beside backwards.
+/// Experts over several ranks under a schedule whose forwards overlap backwards.
 std::vector<Drawn> drawn_pairs(std::size_t count) {
   std::vector<Drawn> found;
   for (Drawn d : drawn_over_ep(count)) {

@@ -1,5 +1,5 @@
-// debug.guard: runs in drawn layouts have nothing that differs, and whatever one rank changes is named
-// with its axis, its ranks and the next guarded step.
+// debug.guard: runs in drawn layouts have nothing that differs, and every change of one rank is
+// named with its axis, its ranks and the next guarded step.
 #include "train/report/guard.h"
 
 #include <random>
@@ -32,7 +32,7 @@ TEST(Guard, FindsNothingInRunsOfDrawnLayouts) {
 }
 
 /// Changes an element of one rank after the first step, which the update of the second one does not
-/// undo. Its name is given back, with the ranks over `axis`.
+/// undo. Its name is returned, with the ranks over `axis`.
 struct Damage {
   int rank = 0;
   std::uint32_t seed = 0;

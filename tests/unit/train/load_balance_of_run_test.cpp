@@ -1,5 +1,5 @@
 // Experts balanced without an auxiliary loss (model.load_balance_coeff), over whole runs: every
-// token is counted once, in whatever layout, and every rank has the same bias.
+// token is counted once, in every layout, and every rank has the same bias.
 
 #include <numeric>
 
@@ -92,7 +92,7 @@ BalancedRun run(const Config& config, int ranks) {
   return runs.front();
 }
 
-/// Of the first batch, a layer: how often each expert was chosen.
+/// How often each expert was chosen in the first batch, by layer.
 std::vector<std::vector<double>> chosen_by(const Config& config, int ranks) {
   std::vector<std::vector<double>> chosen;
   on_ranks(ranks, [&](World& world) {
@@ -162,7 +162,7 @@ BalanceCase alone(const BalanceCase& c) {
           .layers = c.layers};
 }
 
-/// Of a layer with experts as the folder has it; zeros where it has none.
+/// The bias of a layer with experts as the folder has it; zeros where it has none.
 std::vector<float> stored_bias(const Config& config, std::size_t layer, std::size_t experts) {
   const ModelSource source = open_model(config.model);
   std::vector<float> values(experts);
@@ -193,7 +193,7 @@ TEST_P(LoadBalanceOfRun, EveryTokenCountsOnceAndEveryRankHasTheSameBias) {
   for (std::size_t layer = 0; layer < chosen.size(); ++layer) {
     const double mean = std::accumulate(chosen[layer].begin(), chosen[layer].end(), 0.0) /
                         static_cast<double>(chosen[layer].size());
-    // What a step has added: a stored bias does not begin as zeros.
+    // The change of a step: a stored bias does not begin as zeros.
     const auto& after = found.steps.front().at(layer);
     std::vector<float> bias = stored_bias(config, layer, after.size());
     for (std::size_t e = 0; e < bias.size(); ++e) bias[e] = after[e] - bias[e];
@@ -219,7 +219,7 @@ TEST(LoadBalanceOfRuns, AResumedRunGoesOnWithItsBias) {
   config.checkpoint.interval = 2;
   config.training.steps = 2;
   run(config, 2);
-  // What reads the checkpoint as a model has the bias, too; an export says that it has not.
+  // A reader of the checkpoint as a model has the bias, too; an export says that it has not.
   ModelConfig written;
   written.path = (folder / "checkpoints/step-2").string();
   const ModelSource source = open_model(written);

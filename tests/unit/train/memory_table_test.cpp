@@ -1,5 +1,5 @@
-// The memory table of `inspect --contract` beside counted bytes: real steps on ranks as threads,
-// whose allocations and tensors are counted.
+// Compares the memory table of `inspect --contract` with counted bytes: real steps on ranks as
+// threads, whose allocations and tensors are counted.
 //
 // Batches are random tokens. What is exact is compared exactly; what autograd keeps within 5 %.
 // Where experts lie on several ranks, or a vocabulary does, each rank has what the tokens happen to
@@ -73,11 +73,11 @@ Config config_of(const MemoryCase& c, const TemporaryFolder& folder) {
   return config;
 }
 
-/// What one rank was found to hold.
+/// The bytes that one rank was found to hold.
 struct Found {
   RankMemory memory;
   std::int64_t kept = 0;
-  std::int64_t other = 0;  ///< counted beside all lines of the table, between two steps
+  std::int64_t other = 0;  ///< counted outside of all lines of the table, between two steps
   std::int64_t pool = 0;
   std::int64_t peak = 0;
   std::int64_t peak_outside = 0;  ///< of libtorch's operations
@@ -189,23 +189,23 @@ class Rank {
 
 constexpr double kShare = 0.05;  // scalars, counters, what ranks of tp hold for others
 
-/// The table, which is of rank 0, beside what that one was found to hold.
+/// Compares the table, which is of rank 0, with what that rank was found to hold.
 void expect_table(const MemoryTable& table, const Found& found, const MemoryCase& c) {
   RankMemory held = table.held;
   EXPECT_EQ(held.unsharded + held.reductions, found.pool);
   held.reductions = 0;
   EXPECT_EQ(held, found.memory);
-  // Nothing of size lies beside the lines: tables, counters, an optimizer's memory for a part.
+  // Nothing of size is outside of the lines: tables, counters, an optimizer's memory for a part.
   EXPECT_LE(std::abs(found.other), (1 << 15) + 2 * held.master);
   if (c.dims.ep > 1) return;  // as many tokens as routers choose
   const auto& said = table.activations.at(c.mode);
   const auto kept = static_cast<double>(found.kept);
   EXPECT_NEAR(static_cast<double>(said.kept), kept, kShare * kept);
-  // oneDNN takes memory for bf16 products, which nobody sees before they run.
+  // oneDNN takes memory for bf16 products, which cannot be seen before they run.
   EXPECT_GE(static_cast<double>(said.peak), (1 - kShare) * static_cast<double>(found.peak_outside));
 }
 
-/// A rank without values beside the one that has them. Experts get as many tokens each.
+/// Compares a rank without values with the one that has them. Experts get as many tokens each.
 void expect_dry(const Found& real, const Found& dry, const MemoryCase& c, const ModelSource& source,
                 int rank) {
   EXPECT_EQ(real.memory, dry.memory) << "rank " << rank;
@@ -214,8 +214,8 @@ void expect_dry(const Found& real, const Found& dry, const MemoryCase& c, const 
   if (c.dims.ep > 1) return;
   // A counter of a message comes and goes.
   EXPECT_NEAR(static_cast<double>(real.kept), static_cast<double>(dry.kept), 64) << rank;
-  // Ranks of one process hold what they sent until all of them have it; tiles of experts follow their
-  // loads, which are even here.
+  // Ranks of one process hold what they sent until all of them have it; tiles of experts follow
+  // their loads, which are even here.
   const double may_differ = c.dims.tp > 1 ? 0.04 : source.spec.moe ? 0.02 : 0.0;
   const auto peak = static_cast<double>(real.peak_outside);
   EXPECT_NEAR(peak, static_cast<double>(dry.peak_outside), 64 + may_differ * peak) << rank;

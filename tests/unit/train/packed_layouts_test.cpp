@@ -46,7 +46,7 @@ struct Documents {
   std::vector<std::int64_t> lengths;
 };
 
-/// Of a data rank: the same lengths on all, so that all run as many documents.
+/// Draws the documents of a data rank: the same lengths on all, so that all run as many documents.
 Documents drawn(std::uint64_t seed, int data_rank, std::int64_t vocabulary) {
   auto lengths = at::make_generator<at::CPUGeneratorImpl>(seed);
   auto tokens =
@@ -106,7 +106,7 @@ std::vector<at::Tensor> gradients_alone(Model& model, const Documents& documents
   return gradients;
 }
 
-/// Of all shards of a rank together: parts of one parameter may be as small as they like.
+/// The error of all shards of a rank together: parts of one parameter may be as small as they like.
 double relative_error(const std::vector<at::Tensor>& found,
                       const std::vector<at::Tensor>& expected) {
   double difference = 0.0, norm = 0.0;
@@ -359,7 +359,7 @@ TEST_P(LayoutsWithFillers, LoadsOverAllRanksAreThoseOfOneRankAndOfNoFiller) {
 INSTANTIATE_TEST_SUITE_P(Dealt, LayoutsWithFillers, ::testing::ValuesIn(layouts_with_fillers()),
                          [](const auto& one) { return one.param.name; });
 
-// What borders are is data: a region that was recorded with others is replayed.
+// Borders are data: a region that was recorded with others is replayed.
 TEST(PackedReplays, RegionsAreReplayedWithOtherBordersAndTheSameBits) {
   for (const std::string family : {"qwen3", "gpt-oss", "deepseek-v2", "gemma4"}) {
     const TemporaryFolder folder;

@@ -1,5 +1,6 @@
-// Plans and memory of a pipeline's ranks beside those of the whole model: every parameter has its
-// place, what micro-batches keep adds up, and the order of slots says how much is there at once.
+// Compares plans and memory of a pipeline's ranks with those of the whole model: every parameter
+// has its place, what micro-batches keep adds up, and the order of slots says how much is there at
+// once.
 #include "train/pipeline/pipeline_memory.h"
 
 #include <fstream>
@@ -249,7 +250,8 @@ struct Pairs {
   double slots() const { return static_cast<double>(kRows * positions * 3); }  // 3 experts a token
   /// Rows of an exchange, sent and received.
   double exchange() const { return 2 * slots() * 128 * kFloat; }
-  /// Of the layer whose weight gradients wait for the exchange that they are formed under.
+  /// The bytes of the layer whose weight gradients wait for the exchange that they are formed
+  /// under.
   double under_exchange() const { return slots() * (3.0 * 96 + 2.0 * 128) * kFloat; }
 
   /// The most activations and their gradients of rank 0.
@@ -277,10 +279,11 @@ struct Pairs {
   }
 };
 
-// The layers that a forward adds are those that the backward beside it, which begins, has let go:
-// two micro-batches together have the layers of one. What a pair holds beyond both passes in turn is
-// of one layer each, so it follows from the tokens of a micro-batch alone, and a step of two layers
-// and half as many tokens foretells it. That a dry step holds what a run does: dry_step_test.cpp.
+// The layers that a forward adds are those that the backward paired with it, which begins, has
+// freed: two micro-batches together have the layers of one. What a pair holds beyond both passes in
+// turn is of one layer each, so it follows from the tokens of a micro-batch alone, and a step of
+// two layers and half as many tokens foretells it. That a dry step holds what a run does:
+// dry_step_test.cpp.
 TEST(PipelineMemory, APairHoldsTheLayersOfOneMicroBatchAndWhatTwoHaveForALayer) {
   for (const auto& [schedule, stages] :
        {std::pair<const char*, int>{"Paired1F1B", 1}, {"DualPipeV", 2}}) {

@@ -68,7 +68,7 @@ TEST(PipelinePlan, ATiedHeadCostsWhatAnotherDoes) {
   EXPECT_EQ(layer_costs(spec, models::describe(spec), 10).after, untied);
 }
 
-// Of 10 positions with a window of 4 they see 1, 2, 3, 4, 4, ...: 34 in all.
+// Positions 1 to 10 with a window of 4 see 1, 2, 3, 4, 4, ...: 34 in all.
 TEST(PipelinePlan, ASlidingLayerAttendsToItsWindow) {
   auto spec = small_spec(2);
   const double plain = layer_costs(spec, models::describe(spec), 0).layers.front();

@@ -56,7 +56,8 @@ Config config_of(const StepCase& c, const TemporaryFolder& folder) {
   return config;
 }
 
-/// What a micro-batch's forward leaves, and the most that is there until its backward has ended.
+/// Bytes that a micro-batch's forward leaves, and the most that is there until its backward has
+/// ended.
 struct Activations {
   std::int64_t kept = 0;
   std::int64_t peak = 0;
@@ -224,18 +225,19 @@ INSTANTIATE_TEST_SUITE_P(
 
 struct Asked {
   int form;
-  std::int64_t more;  ///< bytes beside the least; -1: no budget
+  std::int64_t more;  ///< bytes above the least; -1: no budget
 };
 constexpr Asked kAsked[] = {{1, -1}, {2, -1}, {3, 0}, {3, 100'000}, {3, 400'000}, {3, -1}};
 
-// Of all tensors and pools. Blocks of a pool may be larger than what they are taken for, and
-// gradients of activations are not predicted: few beside the parameters, of so few tokens.
+// The share of all tensors and pools. Blocks of a pool may be larger than what they are taken for,
+// and gradients of activations are not predicted: few compared with the parameters, of so few
+// tokens.
 constexpr double kShare = 0.03;
 
-// Of forms and budgets: the bytes that a real step has gathered at most are the predicted ones, and
-// so is all that it holds, once a step has followed the plan; its gradients have the bits of an eager
-// step that reduces as often (form 2 does with every micro-batch). Naive: the pool keeps for many
-// steps what the first one took, which had no plan.
+// In every form and budget the bytes that a real step has gathered at most are the predicted ones,
+// and so is all that it holds, once a step has followed the plan; its gradients have the bits of an
+// eager step that reduces as often (form 2 does with every micro-batch). Naive: the pool keeps for
+// many steps what the first one took, which had no plan.
 TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
   dry::install_allocator();
   const TemporaryFolder folder;
@@ -289,7 +291,7 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
       const auto said = static_cast<double>(memory.others + activations + predicted);
       const auto held = static_cast<double>(peak.all);
       EXPECT_LE(held, (1 + kShare) * said) << about;
-      // Of blocks on hand a plan that keeps more needs fewer.
+      // A plan that keeps more needs fewer blocks on hand.
       EXPECT_GE(held, (1 - 2 * kShare) * said) << about;
       const auto found = rank.gradients();
       ASSERT_EQ(found.size(), expected[sync].size()) << about;
@@ -337,11 +339,12 @@ TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
   });
 }
 
-// ------------------------------------------------------------------------------------- recomputation
+// -------------------------------------------------------------------------------------
+// recomputation
 
 constexpr std::int64_t kPositions = 64;
 
-/// Nobody has said how layers are recomputed.
+/// The configuration without a mode of recomputation.
 Config config_of_rows(const StepCase& c, const TemporaryFolder& folder) {
   Config config = config_of(c, folder);
   config.activation_checkpoint.mode.reset();
@@ -371,7 +374,7 @@ std::vector<std::vector<RecomputeMode>> mixed_modes() {
 
 class RecomputeByLayer : public ::testing::TestWithParam<StepCase> {};
 
-// Of a plan out of a file, with another mode for each layer: the bits of a run that recomputes
+// A plan out of a file, with another mode for each layer, gives the bits of a run that recomputes
 // nothing, and the bytes that were predicted, as memory_table_test has them for one mode of all.
 TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
   dry::install_allocator();
@@ -427,9 +430,9 @@ INSTANTIATE_TEST_SUITE_P(Families, RecomputeByLayer,
                          [](const auto& one) { return one.param.name; });
 
 // Replayed regions keep in their blocks what autograd would keep: the blocks that a profile of one
-// step tells of are those of another one, to the byte, and with them all tensors are predicted: what
-// libtorch's allocator counts, and the blocks, which are the system's. Naive: a block of its own for
-// each layer that is recomputed; scratch that nobody counts behind the last layer.
+// step tells of are those of another one, to the byte, and with them all tensors are predicted:
+// what libtorch's allocator counts, and the blocks, which are the system's. Naive: a block of its
+// own for each layer that is recomputed; scratch after the last layer that is not counted.
 TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
   dry::install_allocator();
   const TemporaryFolder folder;
@@ -479,7 +482,7 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
       const auto said = known.memory(config).others + peak_bytes(problem, plan);
       EXPECT_NEAR(static_cast<double>(peak.all), static_cast<double>(said),
                   kShare * static_cast<double>(said));
-      // Beside an eager step there is what is idle of the blocks.
+      // Compared with an eager step there is what is idle of the blocks.
       std::int64_t in_use = 0;
       for (const auto& unit : problem.blocks) in_use += unit.entries;
       const auto idle = *blocks - (mode == RecomputeMode::kNone ? in_use : 0);
@@ -492,7 +495,8 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
 }
 
 // Budgets from the least of any plan to all: predicted and counted bytes of gathers and activations
-// stay within them, more memory is never slower by the profile, and bits are those of an eager step.
+// stay within them, more memory is never slower by the profile, and bits are those of an eager
+// step.
 TEST(RecomputeOfRun, BudgetsAreKeptAndBitsAreTheSame) {
   dry::install_allocator();
   const TemporaryFolder folder;
@@ -599,7 +603,7 @@ TEST(CompileOfRun, BudgetBelowTheLeastGivesTheLeastOfAll) {
             2 * least - held.others - held.state);
 }
 
-// What is told before a run of state and memory is what a run has.
+// The forecast of a run's state and memory is what a run has.
 TEST(CompileOfRun, OptimizerStateIsThatOfARun) {
   const TemporaryFolder folder;
   for (const auto storage : {DType::kFloat32, DType::kBFloat16}) {

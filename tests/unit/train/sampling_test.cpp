@@ -62,7 +62,7 @@ TEST(ChooseToken, TopKLeavesTheMostLikelyInTheirProportions) {
   EXPECT_EQ(share[2], 0.0);
   EXPECT_NEAR(share[1], std::exp(2.0) / sum, 0.01);
   EXPECT_NEAR(share[4], std::exp(1.0) / sum, 0.01);
-  // Of two equal ones the first is kept.
+  // The first of two equal ones is kept.
   EXPECT_EQ(shares({.temperature = 1.0, .top_k = 1})[1], 1.0);
   EXPECT_EQ(shares({.temperature = 1.0, .top_k = 5}), shares({.temperature = 1.0}));
 }
@@ -74,8 +74,8 @@ struct Kept {
   std::set<std::int64_t> ids;
 };
 
-// What transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper leave of these
-// logits, one after the other.
+// The logits that transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper
+// leave, one after the other.
 TEST(ChooseToken, TopPLeavesWhatTransformersLeaves) {
   const std::vector<float> logits{0.5F, 2.0F, -1.0F, 1.9F, 1.0F, 3.0F, -4.0F};
   const std::vector<Kept> table{{1, 0, 0.01, {5}},         {1, 0, 0.5, {5}},

@@ -1,5 +1,5 @@
-// The operations that a rank computes in a step: the sums of a model by hand, and beside those of its
-// layers, drawn.
+// The operations that a rank computes in a step: the sums of a model by hand, compared with those
+// of its layers, drawn.
 #include <array>
 #include <numeric>
 #include <random>

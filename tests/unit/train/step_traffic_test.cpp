@@ -1,6 +1,6 @@
 // Compares the bytes that a rank sends in a dry step with a traced step: drawn families, layouts,
-// dtypes and options of a step. Every kind agrees to the byte, on every rank; experts are chosen by drawn
-// loads, of which the dry step is told.
+// dtypes and options of a step. Every kind agrees to the byte, on every rank; experts are chosen by
+// drawn loads, of which the dry step is told.
 
 #include "train/dry/step_traffic.h"
 
@@ -188,7 +188,7 @@ std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
   return found;
 }
 
-// Asked to stop; kept labels; counts of a micro-batch; sums; the end of the step.
+// Asked to stop; unmasked targets; counts of a micro-batch; sums; the end of the step.
 TEST(StepMessages, OfADenseModelAreTheDocuments) {
   EXPECT_EQ(messages("qwen3-fp32", 0), (std::vector<std::int64_t>{8, -16, 16, 32}));
 }

@@ -134,7 +134,7 @@ TEST(TraceOfRun, OneRankAndReplicasHaveTheirRows) {
     const Rows rows = read_trace(folder / "run/metrics/trace/step-1.json");
     expect_nested(rows);
     EXPECT_EQ(rows.contains({0, "sums over replicas"}), ranks == 2);
-    EXPECT_FALSE(rows.contains({0, "gathers"})) << "nobody shares a shard";
+    EXPECT_FALSE(rows.contains({0, "gathers"})) << "no rank shares a shard";
     EXPECT_TRUE(rows.contains({0, "compute"}));
   }
 }

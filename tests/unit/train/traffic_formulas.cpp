@@ -161,7 +161,7 @@ std::int64_t Formulas::tokens_of(int rank) const {
   return d_.positions / d_.tp + (rank % d_.tp < more ? 1 : 0);
 }
 
-/// Of the experts that a token chooses those at one rank of ep.
+/// The experts that a token chooses and one rank of ep has.
 std::int64_t Formulas::experts_here(int coordinate) const {
   const std::int64_t local = kExperts / d_.ep;
   return std::ranges::count_if(chosen_,

@@ -40,7 +40,7 @@ inline std::ostream& operator<<(std::ostream& out, const Family& family) {
 
 /// Which experts a token chooses.
 enum class Chosen {
-  kAll,       ///< every one: what goes where is known whatever the router says
+  kAll,       ///< every one: what goes where is known for any router
   kTheSame3,  ///< three, the same for all tokens: all weights are zero
 };
 
@@ -91,7 +91,7 @@ class Formulas {
   std::int64_t whole_sum() const;
   void enter();
   void leave();
-  /// Of queries and of keys, where a family norms all heads together; as often in backward.
+  /// Norms of queries and of keys, where a family norms all heads together; as often in backward.
   void norms_over_heads();
   void enter_backward();
   void leave_backward();

@@ -214,8 +214,8 @@ TEST(OtherNames, TheMostUsedOfTorchtitanTransformersAndAxolotl) {
               Says("\"parallelism.data_parallel_shard_degree\""));
 }
 
-// Of every name that begins with a section's: `lora.r` of lora_r. Naive: only where it is written in
-// one word.
+// Tries every name that begins with a section's: `lora.r` of lora_r. Naive: only where it is
+// written in one word.
 TEST(OtherNames, AreFoundWhereTheirFirstWordIsTheSection) {
   int found = 0;
   for (const OtherName& other : other_keys()) {
@@ -324,8 +324,8 @@ TEST(MisspeltKeys, AVeryLongWordIsAnsweredAtOnce) {
   EXPECT_THAT(in_file(std::string(1 << 20, 'x')), Says("none like it"));
 }
 
-// Every file of configs/ reads, is valid for training, and divides over two ranks, or over those that
-// share its experts.
+// Every file of configs/ reads, is valid for training, and divides over two ranks, or over those
+// that share its experts.
 TEST(ShippedConfigs, AreValidOnAsFewRanksAsTheyAskFor) {
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(TESSERA_CONFIGS)) {
@@ -342,8 +342,8 @@ TEST(ShippedConfigs, AreValidOnAsFewRanksAsTheyAskFor) {
   EXPECT_GE(files, 1);
 }
 
-// It serves every family, and patterns that match nothing are refused: what decays none of them is no
-// decay.
+// It serves every family, and patterns that match nothing are refused: what decays none of them is
+// no decay.
 TEST(ShippedConfigs, FinetuningDecaysNothing) {
   const Config config = load_config(std::string(TESSERA_CONFIGS) + "/finetune.toml");
   EXPECT_EQ(config.optimizer.effective_weight_decay(), 0.0);

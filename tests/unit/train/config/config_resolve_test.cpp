@@ -87,7 +87,7 @@ TEST(ConfigValidate, GradientsNeedsOnlyAModel) {
   EXPECT_NO_THROW(validate(config, Verb::kGradients));
 }
 
-TEST(ConfigValidate, KeysBesideWhatIsNotBuiltAreAccepted) {
+TEST(ConfigValidate, KeysOfWhatIsTurnedOffAreAccepted) {
   EXPECT_NO_THROW(
       validate(small_config("checkpoint.enable=false\ncheckpoint.interval=5"), Verb::kTrain));
 }
@@ -125,7 +125,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"lora.rank=8\nlora.targets=q_proj", "lora.rank", "for a model from scratch"},
         BadConfig{"lora.rank=8\nlora.targets=q_proj\nlora.alpha=0", "lora.alpha", "found 0"},
         BadConfig{"lora.rank=8\nlora.targets=q_proj\nmodel.config=''\nmodel.path=m\nmodel.freeze=x",
-                  "model.freeze", "beside lora.rank 8"},
+                  "model.freeze", "with lora.rank 8"},
         BadConfig{"lora.targets=q_proj", "lora", "set lora.rank"},
         BadConfig{"grad_scaler.init_scale=1000", "grad_scaler.init_scale",
                   "expected a power of two"},
@@ -305,8 +305,8 @@ TEST(LearningRate, ConstantWithoutAnything) {
   for (int step = 1; step <= 5; ++step) EXPECT_EQ(learning_rate({}, 0.3, 5, step), 0.3);
 }
 
-// At the factor one step behind the last, so that the last one learns: step s of n after a warm-up of
-// w has gone (s - w) / (n + 1 - w) of the way.
+// At the factor one step behind the last, so that the last one learns: step s of n after a warm-up
+// of w has gone (s - w) / (n + 1 - w) of the way.
 TEST(LearningRate, LinearWouldBeAtTheFactorOneStepAfterTheLast) {
   const LrSchedulerConfig schedule{
       .warmup_steps = 2, .decay = LrDecay::kLinear, .min_lr_factor = 0.1};

@@ -109,7 +109,7 @@ TEST(DataIdentity, TheKeyThatMadeItOtherDataIsFound) {
   const auto both = of({{{a}, 1.0}, {{b}, 3.0}});
   const auto other = of({{{a}, 1.0}, {{b}, 2.0}});
   EXPECT_EQ(changed(other, both, both), "data.source[2].weight: found 2, expected 3");
-  EXPECT_EQ(changed(other, both, {}), "nothing") << "nobody knows the weights";
+  EXPECT_EQ(changed(other, both, {}), "nothing") << "the weights are not known";
   EXPECT_EQ(changed(of({{{a}, 1.0}}), both, both), "data.source: found 1 sources, expected 2");
   EXPECT_EQ(changed(plain, both, both), "data.source: found 0 sources, expected 2");
   EXPECT_THAT(changed(of({{{b}, 3.0}, {{a}, 1.0}}), both, both),
@@ -148,7 +148,7 @@ TEST(DataIdentity, OtherRowsAreRefusedWithTheirKey) {
               Says("data.path: found other content in the 10 bytes of 'a.txt'", "step-3"));
 }
 
-// What paths and patterns mean.
+// Paths and patterns, and the files that they mean.
 TEST(DataFiles, APatternIsItsMatchesInTheOrderOfTheirNames) {
   const TemporaryFolder folder;
   for (const std::string name : {"s_2.bin", "s_10.bin", "s_1.bin", "s_1.mask.bin", "s_1.labels.bin",
@@ -184,7 +184,7 @@ TEST(DataFiles, APatternWithoutAMatchIsRefused) {
   EXPECT_REFUSED(kIo, with_files(config), "validation.path: found no file");
 }
 
-// Instead of files that nobody misses: of a folder without permission too, which root would read.
+// Not silently without its files: a folder without permission too, which root would read.
 TEST(DataFiles, AFolderThatCannotBeListedIsRefused) {
   const TemporaryFolder folder;
   std::filesystem::create_symlink("loop", folder / "loop");

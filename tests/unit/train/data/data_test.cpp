@@ -9,7 +9,7 @@
 namespace tessera::train::data_test {
 namespace {
 
-// 16-bit ids 0, 1, 2, ... with the description beside them.
+// 16-bit ids 0, 1, 2, ... with the description next to them.
 std::filesystem::path write_counting_tokens(const TemporaryFolder& folder, int count) {
   std::string bytes;
   for (int i = 0; i < count; ++i) {
@@ -70,7 +70,7 @@ TEST(TokenBatches, MaskedTokensAreNoTargets) {
   folder.write("t.mask.bin", std::string(5, '\0'));
   std::filesystem::remove(folder / "t.labels.bin");
   const auto none = open_batches(request);
-  EXPECT_REFUSED(kFormat, none->check_labels(1), "no kept label");
+  EXPECT_REFUSED(kFormat, none->check_labels(1), "no unmasked target");
 }
 
 std::string ends_of(std::initializer_list<std::uint64_t> ends) {
@@ -246,9 +246,9 @@ TEST(TokenBatches, DocumentsWithoutBordersAreRefused) {
   const TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 10), 4);
   request.packing = Packing::kDocuments;
-  EXPECT_REFUSED(kFormat, open_batches(request), "t.docs.bin' beside ");
+  EXPECT_REFUSED(kFormat, open_batches(request), "t.docs.bin' next to ");
   folder.write("t.docs.bin", ends_of({4, 9}));
-  EXPECT_REFUSED(kFormat, open_batches(request), "expected 10, the tokens beside it");
+  EXPECT_REFUSED(kFormat, open_batches(request), "expected 10, the tokens next to it");
 }
 
 // Only the first token of a row is kept: no position predicts it.
@@ -259,7 +259,7 @@ TEST(TokenBatches, AMaskThatKeepsNoTargetOfAnyRowIsRefused) {
   request.training.seq_len = 4;
   const auto batches = open_batches(request);
   EXPECT_REFUSED(kFormat, batches->check_labels(100),
-                 "no kept label in the rows of steps 1 to 100");
+                 "no unmasked target in the rows of steps 1 to 100");
 }
 
 TEST(TokenBatches, ARunNeedsOneStepWithATarget) {

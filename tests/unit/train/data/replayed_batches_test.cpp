@@ -143,7 +143,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 300}, {1, 2}, "the token id 300"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, -1}, {1, 2}, "the token id -1"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {1, -1}, "the label -1"},
-        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no kept label"}));
+        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no unmasked target"}));
 
 TEST(ReplayedBatches, AnIdOutsideTheVocabularyIsFoundWhereItIsRead) {
   const TemporaryFolder folder;
@@ -179,7 +179,7 @@ TEST(ReplayedBatches, ARunNeedsOneStepWithALabel) {
   EXPECT_EQ(batches->load(1, {0, 1}).unmasked_targets(), 0);
   EXPECT_NO_THROW(batches->check_labels(2));
   EXPECT_NO_THROW(batches->check_labels(5));
-  EXPECT_REFUSED(kFormat, batches->check_labels(1), "no kept label in labels of steps 1 to 1");
+  EXPECT_REFUSED(kFormat, batches->check_labels(1), "no unmasked target in labels of steps 1 to 1");
 }
 
 }  // namespace

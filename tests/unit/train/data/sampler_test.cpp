@@ -220,7 +220,7 @@ Documents drawn_documents() {
   return drawn;
 }
 
-/// Of all rows, in the order of the data.
+/// The pieces of all rows, in the order of the data.
 std::vector<DocumentPiece> pieces_of(const DocumentRows& rows) {
   std::vector<DocumentPiece> pieces;
   for (std::int64_t i = 0; i < rows.rows(); ++i) {
@@ -279,7 +279,7 @@ RC_GTEST_PROP(DocumentRows, TheSameDocumentsMakeTheSameRows, ()) {
 }
 
 TEST(DocumentRows, ADocumentGoesWhereTheLeastRoomIsLeft) {
-  // 6 and 5 open a row each; 3 goes beside 6, where 1 is left, 4 beside 5.
+  // 6 and 5 open a row each; 3 goes next to 6, where 1 is left, 4 next to 5.
   const std::vector<std::int64_t> ends{6, 11, 14, 18};
   const DocumentRows rows(ends, 10);
   ASSERT_EQ(rows.rows(), 2);

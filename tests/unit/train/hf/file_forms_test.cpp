@@ -54,7 +54,7 @@ TEST(FileForms, AStackedParameterIsItsTensorsAndAnyOtherOneOfItsName) {
   EXPECT_EQ(FileForms().of(contract).names.size(), 1U) << "without a table nothing is stacked";
 }
 
-// What Muon takes whole: each matrix of a layer as files have it, each expert's by itself.
+// Muon takes whole: each matrix of a layer as files have it, each expert's by itself.
 TEST(HiddenMatrices, AreThoseOfLayersButRoutersVectorsNormsAndBiases) {
   using models::DecayClass;
   std::vector<models::ParameterSpec> table{
@@ -131,7 +131,7 @@ TEST(HiddenMatrices, OfFusedWeightsAreEachPartUnlessARuleSaysOtherwise) {
 }
 
 // Drawn: rules that speak of fused weights, of others, or of nothing, with a second number or not.
-// Naive: a choice that changes nothing is taken without a word.
+// Naive: a choice that changes nothing is taken silently.
 TEST(SplitFused, IsRefusedWhereItHasNoEffect) {
   const auto table = fused_table();
   const std::pair<const char*, bool> patterns[] = {{"halves", true}, {"row*", true},

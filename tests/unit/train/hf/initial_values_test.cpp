@@ -1,4 +1,4 @@
-// What parameters of a Nemotron-H from scratch begin with: distributions as transformers' class
+// Initial parameters of a Nemotron-H from scratch: distributions as transformers' class
 // draws them, in the range of the sample's own spread.
 
 #include <algorithm>
@@ -66,7 +66,7 @@ Values drawn(const std::string& end, const std::function<void(MambaSpec&)>& chan
   return values;
 }
 
-/// Of the first steps of states, the logarithms.
+/// The logarithms of the first steps of states.
 Values log_steps(const std::function<void(MambaSpec&)>& change) {
   Values values = drawn(".dt_bias", change);
   for (double& value : values) value = std::log(std::log1p(std::exp(value)));

@@ -21,7 +21,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// What stands in for a model.
+/// Stands in for a model.
 struct Drawn {
   std::vector<ParameterErrors> parts;  ///< [G][P] of each group, where it is narrow
   std::vector<std::int64_t> costs;
@@ -160,7 +160,7 @@ RC_GTEST_PROP(PrecisionSearch, GroupsWithoutAnEffectStayNarrow, ()) {
   RC_ASSERT(!search(drawn).found.wide.back());
 }
 
-// What is not held counts nowhere: the result is that of the table without it.
+// A parameter that is not held counts nowhere: the result is that of the table without it.
 RC_GTEST_PROP(PrecisionSearch, ParametersWhoseReferenceIsNoiseDoNotCount, ()) {
   const auto drawn = draw(0.0);
   auto problem = drawn.problem();
@@ -173,8 +173,8 @@ RC_GTEST_PROP(PrecisionSearch, ParametersWhoseReferenceIsNoiseDoNotCount, ()) {
   RC_ASSERT(found.wide == search(rest).found.wide);
 }
 
-// Of 500 drawn problems the cost is that of the best of all policies in most, and in the mean little
-// above it: the search sees a few policies, the proof all.
+// In most of 500 drawn problems the cost is that of the best of all policies, and in the mean
+// little above it: the search sees a few policies, the proof all.
 TEST(PrecisionSearch, IsRarelyDearerThanTheBestOfAllPolicies) {
   std::mt19937 random(44);
   std::uniform_int_distribution<int> part(-50, 100), cost(1, 1000), bound(10, 150);
@@ -262,7 +262,7 @@ RC_GTEST_PROP(PrecisionSearch, WiresAreNarrowWhereEveryGradientOfTheGroupStaysWi
   }
 }
 
-// Naive: a group whose activations nobody counted has none, and is the cheapest of all.
+// Naive: a group whose activations were not counted has none, and is the cheapest of all.
 RC_GTEST_PROP(GroupCosts, ActivationsCountOfAllGroupsOrOfNone, ()) {
   const auto groups = *rc::gen::inRange<std::size_t>(1, 6);
   const auto unknown = *rc::gen::inRange<std::size_t>(0, groups + 2);  // the last: all are known

@@ -24,7 +24,7 @@ GradContract frozen(GradContract contract) {
   return contract;
 }
 
-// What a run is stands in six lines, whose values begin in one column.
+// The run stands in six lines, whose values begin in one column.
 TEST(Banner, SaysOfALargeRunWhatItIs) {
   RunFacts run;
   run.parameters = {parameter(1000, 9900, DType::kBFloat16), parameter(100, 1000, DType::kFloat32)};
@@ -187,7 +187,7 @@ Config drawn_schedule(std::mt19937& draw) {
   return run_of(one_of({4, 9, 12}), one_of({1.0, 1.0, 1.0, 2.0}), schedule);
 }
 
-// Naive: a run that goes on at the rate that it had is warned of its steps.
+// Naive: a run that resumes at the rate that it had is warned of its steps.
 TEST(ChangedLr, IsSaidWhereARateDiffersAndOnlyThere) {
   EXPECT_EQ(changed_lr(run_of(4, 1.0, {}), run_of(9, 1.0, {}), 4), std::nullopt);
   std::mt19937 draw(20261128);
@@ -242,7 +242,7 @@ TEST(DeviceLimits, SixteenBitsNeedADeviceThatHasThem) {
                  "found float16");
   require_16_bits(one_in(DType::kFloat32), "Tesla T4", 75);
   require_16_bits(one_in(DType::kBFloat16), "NVIDIA A100-SXM4-80GB", 80);
-  require_16_bits(one_in(DType::kBFloat16), "", 0);  // nobody knows
+  require_16_bits(one_in(DType::kBFloat16), "", 0);  // unknown
 }
 
 using std::chrono::seconds;

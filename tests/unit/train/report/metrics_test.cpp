@@ -95,7 +95,7 @@ TEST(MetricsJson, ADeviceSaysItsMemoryAndItsShareOfWhatItCanDo) {
   EXPECT_EQ(line["peak_device_reserved_mib"], 3072.0);
   EXPECT_EQ(line["mfu"], 0.4125);
   EXPECT_THAT(to_step_line(metrics), Says("  memory: 2.00GiB  tps: 12,346  mfu: 0.41  lr: "));
-  metrics.mfu = std::nan("");  // of a device that nobody knows
+  metrics.mfu = std::nan("");  // of an unknown device
   line = nlohmann::json::parse(to_json_line(metrics));
   EXPECT_TRUE(line["mfu"].is_null());
   EXPECT_EQ(to_step_line(metrics).find("mfu"), std::string::npos);
@@ -208,7 +208,7 @@ TEST(StepLine, FitsAHundredColumnsWhateverAStepHas) {
     EXPECT_EQ(line.find("  loss: ") != std::string::npos, metrics.step > 0);
     EXPECT_THAT(line, Not(Says("-nan")));
     if (metrics.step == 0) continue;
-    // Of what may be dropped, lr goes after columns that others have as well.
+    // The line drops lr after columns that others have as well.
     const bool has_lr = line.find("  lr: ") != std::string::npos;
     for (const char* before : {"  memory: ", "  mfu: ", "  loss_scale: ", "  tps: "}) {
       EXPECT_TRUE(has_lr || line.find(before) == std::string::npos) << line;
