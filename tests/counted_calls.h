@@ -1,4 +1,4 @@
-// How often operations are called, by their names, whoever calls them: eager code, a backward, a
+// How often operations are called, by their names, from any caller: eager code, a backward, a
 // replay.
 #pragma once
 

@@ -47,7 +47,7 @@ namespace detail {
 /// of line, so that what compiles and optimizes a source does not meet a stream in each check.
 class Part {
  public:
-  // NOLINTBEGIN(google-explicit-constructor): whoever writes a message lists values
+  // NOLINTBEGIN(google-explicit-constructor): a caller that writes a message lists values
   Part(const char* text) : value_(text), write_(nullptr) {}
   template <class T>
     requires(!std::is_array_v<T>)

@@ -57,7 +57,7 @@ enum class ReduceOp : std::uint8_t {
 /// can be caught; none ends the process, unless a rank cannot throw in time (World, "Which errors
 /// end a process").
 ///
-/// Threads: the rank's own, or a thread of autograd in its backward; one call at a time.
+/// Threads: the rank's thread, or a thread of autograd in its backward; one call at a time.
 class Group {
  public:
   /// Returns the index of this rank in ranks().

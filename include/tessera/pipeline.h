@@ -113,7 +113,7 @@ struct PipelineOptions {
 /// pipelines; their gradients are summed by the handles, as without a pipeline.
 ///
 /// Every call below that communicates is collective among the ranks of the pipeline and, by their
-/// handles, of the mesh. Threads: the rank's own.
+/// handles, of the mesh. Threads: the rank's thread.
 class Pipeline {
  public:
   using Tensors = pipeline::Tensors;  ///< tensors that enter or leave a stage

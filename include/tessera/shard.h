@@ -187,7 +187,7 @@ class ShardedBase : public torch::nn::Module {
   /// Returns the mesh on which the model was sharded; mesh().world() is its World.
   const Mesh& mesh() const;
   int rank() const;  ///< this rank in the World
-  /// Returns all ranks of the pipeline stage, for control messages from the rank's own thread; null
+  /// Returns all ranks of the pipeline stage, for control messages from the rank's thread; null
   /// for one rank.
   comm::Group* data_group() const;
   /// Returns the ranks with the other stages of a pipeline for the same rows, in the order of axis

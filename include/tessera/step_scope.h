@@ -70,7 +70,7 @@ struct StepScopeOptions {
 /// Errors of all calls: kUsage for calls that contradict each other (a stage or micro-batch that
 /// does not exist, comes twice, or comes in the wrong order), naming both. Where a forward or
 /// backward departs from the record, or an exception leaves one, the step has failed on all ranks
-/// (World::recover()), and the next scope records again. Threads: the rank's own.
+/// (World::recover()), and the next scope records again. Threads: the rank's thread.
 class StepScope {
  public:
   /// Opens a step. No forward waits for its backward, and no other scope of the model is open.

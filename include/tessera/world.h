@@ -164,7 +164,7 @@ class World : public std::enable_shared_from_this<World> {
   /// members. Errors: kUsage for ranks that are not ascending, not in the world, or do not include
   /// this one; kComm.
   std::shared_ptr<comm::Group> group(const std::vector<int>& ranks, std::string_view purpose);
-  /// Returns the group of all ranks for control messages from the rank's own thread.
+  /// Returns the group of all ranks for control messages from the rank's thread.
   comm::Group& control();
   /// Returns the queue of all sharding collectives.
   comm::IssueQueue& queue() { return *queue_; }

@@ -108,7 +108,7 @@ class Consumer(unittest.TestCase):
             self.assertIn(f"found 2.{minor}.0 in {other}", " ".join(done.stderr.split()))
 
     def test_a_target_torch_of_another_minor_version_is_refused(self):
-        # Naive: whatever bears that name is taken, and the program is compiled with its headers.
+        # Naive: any file of that name is taken, and the program is compiled with its headers.
         other = other_torch(WORK / "target/torch", 99)
         makes = f"""add_library(torch INTERFACE IMPORTED)
 set_target_properties(torch PROPERTIES INTERFACE_INCLUDE_DIRECTORIES {other}/include)
@@ -117,7 +117,7 @@ set_target_properties(torch PROPERTIES INTERFACE_INCLUDE_DIRECTORIES {other}/inc
                          source=project("target", makes + "find_package(Tessera REQUIRED)"))
         self.assertNotEqual(done.returncode, 0)
         self.assertIn(f"found the target torch of 2.99.0 ({other}/include)", " ".join(done.stderr.split()))
-        # A project that goes on without it goes on.
+        # A project that continues without it continues.
         done = configure(WORK / "target/build", PREFIX, TORCH, source=project(
             "target", makes + "find_package(Tessera QUIET)\nfind_package(Tessera QUIET)\nmessage(STATUS \"found: ${Tessera_FOUND}\")"))
         self.assertEqual(done.returncode, 0, done.stderr)

@@ -67,7 +67,7 @@ endif()
 """
 
     def choose(self, choice, *headers, cuda=True):
-        """Whatever toolkit the machine has: nothing outside of this folder is found."""
+        """With any toolkit of the machine: nothing outside of this folder is found."""
         folder = WORK / self._testMethodName / f"{choice}-{len(headers)}"
         shutil.rmtree(folder, ignore_errors=True)
         torch = torch_like(folder / "site-packages/torch", cuda)
@@ -76,7 +76,7 @@ endif()
         return configure(folder, self.PROJECT, f"-DTorch_DIR={torch}", f"-DTESSERA_CUDA={choice}",
                          f"-DCMAKE_FIND_ROOT_PATH={folder}", "-DCMAKE_FIND_ROOT_PATH_MODE_INCLUDE=ONLY")
 
-    def test_all_headers_are_taken_from_the_wheels_beside_torch(self):
+    def test_all_headers_are_taken_from_the_wheels_next_to_torch(self):
         for choice in ("AUTO", "ON"):
             code, said = self.choose(choice, RUNTIME, CRT, CCCL, NCCL)
             self.assertEqual(code, 0, said)
@@ -243,7 +243,7 @@ class cuda:
         self.torch("2.13.0")
         for verb in ("check", "bench", "overlap"):
             self.assertEqual(self.refused(verb, "logs"), "on_gpu: found torch 2.13.0, expected 2.11.0, "
-                             "for which build/gpu was made; prepare it anew")
+                             "for which build/gpu was made; prepare it again")
 
     def test_a_machine_without_a_gpu_is_refused(self):
         self.pack("2.11.0")

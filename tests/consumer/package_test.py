@@ -21,7 +21,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORK = pathlib.Path(os.environ.get("TESSERA_WORK", ROOT / "build/full/package"))
 BUILT = json.loads((pathlib.Path(os.environ["TESSERA_BUILD"]) / "built_for.json").read_text())
-SITE = pathlib.Path(BUILT["folder"]).parent  # as a Python sees it: the packages beside torch
+SITE = pathlib.Path(BUILT["folder"]).parent  # as a Python sees it: the packages next to torch
 FULL = bool(os.environ.get("TESSERA_FULL"))
 MODULE = f"_C.extension{sysconfig.get_config_var('EXT_SUFFIX')}"
 HAS_MODULE = (pathlib.Path(os.environ["TESSERA_BUILD"]) / "python/tessera" / MODULE).is_file()
@@ -145,7 +145,7 @@ class Packages(unittest.TestCase):
         self.assertIn("step 2", done.stdout + done.stderr)
 
     def test_packing_the_same_build_again_gives_the_same_bytes(self):
-        # Naive: it empties FOLDER/unpacked, whatever somebody keeps there.
+        # Naive: it empties FOLDER/unpacked, with all that is kept there.
         mine = WORK / "again/unpacked/mine/kept"
         mine.parent.mkdir(parents=True)
         mine.write_text("kept")
@@ -186,7 +186,7 @@ class Packages(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertRegex(done.stdout, rf"^tessera \S+ \(git \w+\), torch {re.escape(BUILT['torch'])}\.")
         self.trains(program, TESSERA_TORCH=BUILT["folder"])
-        # Beside it, within it, in the environment, by python3.
+        # Next to it, within it, in the environment, by python3.
         (copy.parent / "torch").symlink_to(BUILT["folder"])
         self.assertEqual(run(program, "--version", env=self.environment()).stdout, done.stdout)
         (copy.parent / "torch").rename(copy / "libtorch")
@@ -244,7 +244,7 @@ class Packages(unittest.TestCase):
             self.assertRegex(done.stderr, rf"^tessera: config: libtorch: found {'2.99' if number else '0.0'} in "
                              rf"'{torch}/lib/libtorch_cpu.so', expected {BUILT['torch']}.0, as [^\n]*\n$")
 
-    def test_an_executable_without_what_lies_beside_it_says_so(self):
+    def test_an_executable_without_what_lies_next_to_it_says_so(self):
         alone = WORK / "alone"
         shutil.rmtree(alone, ignore_errors=True)
         alone.mkdir()
@@ -261,7 +261,7 @@ class Packages(unittest.TestCase):
             self.assertRegex(done.stderr, rf"^tessera: {said}[^\n]*built_for\.json[^\n]*\n$")
 
     def test_a_library_that_is_cut_short_is_refused_by_its_bytes(self):
-        # Naive: it is mapped, and the process ends by SIGBUS, without a word.
+        # Naive: it is mapped, and the process ends by SIGBUS, silently.
         copy = self.unpacked("cut")
         torch = WORK / "cut torch/torch"
         shutil.rmtree(torch.parent, ignore_errors=True)
@@ -340,11 +340,11 @@ class Packages(unittest.TestCase):
         self.assertEqual({path for path in site.iterdir() if path.name != "tessera" or any(path.iterdir())}, before)
         self.assertFalse((folder / "bin/tessera").exists())
 
-    def test_a_wheel_beside_another_torch_says_so_and_does_not_import_it(self):
+    def test_a_wheel_next_to_another_torch_says_so_and_does_not_import_it(self):
         sees = WORK / "other site"
         shutil.rmtree(sees, ignore_errors=True)
         fake_torch(sees / "torch", "2.99.0", BUILT["cuda"])
-        folder, _ = self.environment_with("beside another", sees)
+        folder, _ = self.environment_with("next to another", sees)
         self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
         for program in ((folder / "bin/tessera",), (folder / "bin/python", "-m", "tessera")):
             done = run(*program, "--version", env=self.environment())

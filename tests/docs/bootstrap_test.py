@@ -96,12 +96,12 @@ class Bootstrap(unittest.TestCase):
         pips = [call for call in calls if "pip" in call]
         python = set()
         if asked["tools"] or asked["tests"]:
-            python |= {*settings("pip_tools"), *settings("pip_beside_torch")}
+            python |= {*settings("pip_tools"), *settings("pip_with_torch")}
         if asked["packaging"] or asked["tests"]:
             python |= {*settings("pip_packaging")}
         if asked["tests"]:
             python |= {*settings("pip_tests")}
-        ours = {*settings("pip_tools"), *settings("pip_beside_torch"), *settings("pip_packaging"), *settings("pip_tests")}
+        ours = {*settings("pip_tools"), *settings("pip_with_torch"), *settings("pip_packaging"), *settings("pip_tests")}
         self.assertEqual([set(call) & ours for call in pips], [python] * bool(python))
 
     def expect_build(self, asked, calls):
@@ -161,7 +161,7 @@ class Bootstrap(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         pips = [call for call in calls if "pip" in call]
         self.assertEqual([call[-len(settings("pip_tools")):] for call in pips], [settings("pip_tools")])
-        self.assertIn(f"not installed, since pip would bring its own torch along: {' '.join(settings('pip_beside_torch'))}",
+        self.assertIn(f"not installed, since pip would bring its own torch along: {' '.join(settings('pip_with_torch'))}",
                       done.stderr)
 
     def test_what_is_there_is_not_installed_again(self):

@@ -1,4 +1,4 @@
-// What the list of kernels picks on a CUDA device, beside the composites in fp64 on the CPU: sizes
+// What the list of kernels picks on a CUDA device, against the composites in fp64 on the CPU: sizes
 // of a model, within the rounding of the dtype.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>

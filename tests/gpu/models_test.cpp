@@ -1,4 +1,4 @@
-// Whole models on a card, beside transformers (tests/golden/data).
+// Whole models on a card, compared with transformers (tests/golden/data).
 
 #include "comm/device.h"
 #include "nn/loss.h"

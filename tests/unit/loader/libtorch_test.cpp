@@ -1,4 +1,4 @@
-// Which libtorch the executable opens: drawn machines beside a list of rules, and each refusal.
+// Which libtorch the executable opens: drawn machines against a list of rules, and refusals.
 #include "loader/libtorch.h"
 
 #include <signal.h>
@@ -65,7 +65,7 @@ const std::vector<Kind> kKinds{{"2.13.0"},       {"2.13.1", true}, {"2.12.0"},
 
 /// Property: of drawn machines the first libtorch in order that fits is taken, where there is one,
 /// else the error names each that was found and no other. Naive: the first is taken, or a minor
-/// version that begins alike ("2.1" beside "2.13").
+/// version that begins alike ("2.1" and "2.13").
 TEST(FindLibtorch, TakesTheFirstInOrderThatFits) {
   std::mt19937 random(20261129);
   const auto draw = [&](std::size_t count) { return random() % count; };
@@ -235,9 +235,9 @@ TEST(FindLibtorch, AFolderOfSeveralPlacesIsNamedOnce) {
 }
 
 /// Property: each of the folders from above the copy down to lib, and each library, counts where
-/// nobody else can write to it; else the libtorch is passed over and the refusal says why. Named by
+/// no other user can write to it; else the libtorch is passed over and the refusal says why. Named by
 /// a variable it counts all the same. Naive: one folder is looked at, and one of its bits.
-TEST(FindLibtorch, WhatOthersMayHavePutBesideTheCopyDoesNotCount) {
+TEST(FindLibtorch, WhatOthersMayHavePutNextToTheCopyDoesNotCount) {
   for (const std::string name : {"torch", "copy/libtorch"}) {
     const TemporaryFolder machine;
     const fs::path torch = make_libtorch(machine, name, {"2.13.0"});
@@ -275,7 +275,7 @@ TEST(FindLibtorch, WhatOthersMayHavePutBesideTheCopyDoesNotCount) {
   }
 }
 
-// As /tmp is: anybody may put a folder beside the copy, and nobody one into it.
+// As /tmp is: anybody may put a folder next to the copy, and no other user one into it.
 TEST(FindLibtorch, InAFolderForAllOnlyTheCopyItselfCounts) {
   const TemporaryFolder machine;
   fs::permissions(machine.path(), fs::perms::all | fs::perms::sticky_bit);
