@@ -1,5 +1,5 @@
-// Checkpoints that somebody has altered and signed anew: every hash is right, and what they say of
-// the optimizer cannot be. A run refuses them by name before its first step.
+// Checkpoints that were altered and signed again: every hash is right, and what they say of the
+// optimizer cannot be. A run refuses them by name before its first step.
 
 #include <cstring>
 #include <fstream>
@@ -61,7 +61,7 @@ class Forged : public ::testing::Test {
     train_on({2, 1}, config_, run_);
     return run_ / "checkpoint/step-2";
   }
-  /// What going on says on that layout.
+  /// Returns the refusal of a run that resumes on that layout.
   std::string refusal(const RanksOfRun& layout) {
     return error_of(ErrorKind::kFormat, [&] { train_on(layout, with_steps(config_, 4), run_); });
   }
@@ -88,10 +88,10 @@ TEST_F(Forged, ACheckpointWithoutAnyStateOfItsOptimizerIsRefused) {
 TEST_F(Forged, TheWeightsOfACheckpointWithoutStateStillBeginARun) {
   const auto step = trained();
   drop(step, {"optim/"});
-  auto anew = config_;
-  anew.model.config.clear();
-  anew.model.path = step.string();
-  EXPECT_EQ(train_on({2, 1}, anew, folder_ / "anew").losses.size(), 2U);
+  auto again = config_;
+  again.model.config.clear();
+  again.model.path = step.string();
+  EXPECT_EQ(train_on({2, 1}, again, folder_ / "again").losses.size(), 2U);
 }
 
 TEST_F(Forged, UpdatesWithoutMomentsAreRefused) {

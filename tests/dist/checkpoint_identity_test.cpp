@@ -1,5 +1,5 @@
-// What a run goes on from has to be of the same run: another model, seed, data, optimizer or step
-// is refused before the first step, and what does not matter is not.
+// A run resumes only from its own checkpoint: another model, seed, data, optimizer or step is
+// refused before the first step, and differences that do not matter are not.
 
 #include <fstream>
 
@@ -88,7 +88,7 @@ TEST(ResumedRun, AnotherOptimizerIsRefusedHoweverLittleTheOldOneKept) {
     forget_optimizer(folder / "adamw/checkpoint/step-2");
     EXPECT_THAT(refused(config, "sgd"), Says("optimizer.name: found "));
     EXPECT_THAT(refused(sgd, "adamw"), Says("optimizer.name: found an optimizer that keeps"));
-    // The same one goes on.
+    // The same one resumes.
     sgd.training.steps = 3;
     EXPECT_EQ(train_on({2, 1}, sgd, folder / "sgd").losses.size(), 1U);
   }
@@ -106,7 +106,7 @@ TEST(ResumedRun, AFolderWithAnotherStepThanItsNameSaysIsRefused) {
   EXPECT_EQ(read_file(folder / "run/checkpoint/latest"), "step-2") << "nothing was accessed";
 }
 
-// By default a batch is what the ranks have together: going on, the checkpoint's number stays.
+// By default a batch is what the ranks have together: a resumed run keeps the checkpoint's number.
 TEST(ResumedRun, TheBatchStaysOnAnotherNumberOfRanksWhereNobodySetIt) {
   const TemporaryFolder folder;
   auto config = small_run(folder);

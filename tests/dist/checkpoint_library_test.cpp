@@ -1,5 +1,5 @@
-// The library's checkpoints: any number of ranks goes on from what any other saved, the format is
-// the trainer's, and what does not fit changes nothing.
+// The library's checkpoints: any number of ranks resumes what any other saved, the format is the
+// trainer's, and a checkpoint that does not fit changes nothing.
 
 #include <cmath>
 
@@ -95,7 +95,7 @@ TEST(LibraryCheckpoint, AnyNumberOfRanksGoesOnAsTheRunThatNeverStopped) {
         EXPECT_EQ(std::get<std::string>(loaded.user.at("data")), "rows \"ä\"\n.bin");
         EXPECT_EQ(loaded.user.size(), 2U);
         expect_same(run.all(), saved, "loaded");
-        // What was unsharded shows the new values.
+        // The handle was unsharded, and shows the new values.
         Own plain(1);
         load_plain(plain, saved);
         const auto x = seeded(9, {4, 7});
@@ -298,7 +298,7 @@ TEST(LibraryCheckpoint, LoadingIntoALiveOptimizerHoldsItsStateOnce) {
   });
 }
 
-/// What save_checkpoint() says on every rank; nothing may be written.
+/// Returns what save_checkpoint() throws on every rank; nothing may be written.
 std::string refused_save(const TemporaryFolder& folder, int updates, std::int64_t step,
                          const std::function<SaveOptions(World&)>& options) {
   std::string message;
@@ -387,7 +387,7 @@ TEST(LibraryCheckpoint, TensorsWithoutElementsAreNoObstacle) {
   }
 }
 
-// Naive: each rank writes a cut of all buffers, and a mean of one stands beside a variance of another.
+// Naive: each rank writes a cut of all buffers, and a mean of one is next to a variance of another.
 TEST(LibraryCheckpoint, BuffersThatDifferBetweenRanksAreThoseOfTheFirst) {
   const TemporaryFolder folder;
   ranks(3).run([&](World& world) {
@@ -446,7 +446,7 @@ TEST(LibraryCheckpoint, OfOptionsThatDifferTheFirstIsSaidAndOfLongOnesThePlace) 
 
 // --------------------------------------------------------------------------------- what is loaded
 
-/// What every rank says where `make`'s module and optimizer load; they stay as they were.
+/// Returns what every rank throws where `make`'s module and optimizer load; they stay as they were.
 template <class Module, class MakeOptimizer>
 void expect_refused(const fs::path& path, ErrorKind kind, const std::shared_ptr<Module>& module,
                     World& world, const PrecisionPolicy& policy, const MakeOptimizer& make,
@@ -508,7 +508,7 @@ TEST(LibraryCheckpoint, WhatDoesNotFitChangesNothing) {
   });
 }
 
-// Naive: the moments of one model go into a file beside the parameters of another.
+// Naive: the moments of one model go into a file with the parameters of another.
 TEST(LibraryCheckpoint, AnOptimizerOfAnotherModelIsRefused) {
   const TemporaryFolder folder;
   ranks(2).run([&](World& world) {

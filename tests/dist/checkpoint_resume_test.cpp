@@ -1,4 +1,4 @@
-// A run that goes on from a checkpoint is the run that was never interrupted: bit for bit on the
+// A run that resumes from a checkpoint is the run that was never interrupted: bit for bit on the
 // same layout, and with the same tensors, bit for bit, on any other.
 
 #include <cmath>
@@ -94,7 +94,7 @@ TEST(Resume, OnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
       kind.set(config);
       const auto whole = train_on(layout, with_steps(config, 12), folder / "whole");
 
-      // The same schedule until step 12, stopped after 5 by whoever asks.
+      // The same schedule until step 12, stopped after 5 by a request.
       const auto first = train_on(layout, with_steps(config, 12), folder / "parts", [](World&) {
         train::TrainingHooks hooks;
         hooks.stop_requested = [asked = 0]() mutable { return asked++ == 5; };
@@ -305,7 +305,7 @@ TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere
   EXPECT_EQ(state("run"), (LossScaleState{256, 1, 0}));
 }
 
-/// What the ranks of `act` log together, by line.
+/// Returns the lines that the ranks of `act` log together.
 std::vector<std::string> log_of(const TemporaryFolder& folder, const std::function<void()>& act) {
   const auto file = folder / "said.log";
   fs::remove(file);
@@ -350,7 +350,7 @@ TEST(Resume, StateThatIsMissingIsCountedOverAllRanksAndSaidOnce) {
   }
 }
 
-// Naive: a rank that trains nothing goes on, and the others wait for it.
+// Naive: a rank that trains nothing continues, and the others wait for it.
 TEST(Resume, ARankThatTrainsNothingIsThereWhereTheOthersAgree) {
   const TemporaryFolder folder;
   const auto config = small_run(folder);
@@ -533,7 +533,7 @@ TEST(Resume, AnEarlierStepThatWasAskedForBecomesTheLatest) {
 
   config.checkpoint.load_step = 2;
   EXPECT_EQ(train_on({2, 1}, with_steps(config, 2), folder / "run").losses.size(), 0U);
-  EXPECT_EQ(store.latest(), 2) << "a restart goes on from what was chosen";
+  EXPECT_EQ(store.latest(), 2) << "a restart resumes from what was chosen";
   config.checkpoint.load_step = -1;
   const auto again = train_on({2, 1}, with_steps(config, 6), folder / "run");
   EXPECT_EQ(again.losses, std::vector<double>(whole.losses.begin() + 2, whole.losses.end()));

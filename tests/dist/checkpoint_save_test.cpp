@@ -1,4 +1,4 @@
-// Writing: beside the steps, one at a time, complete or not at all.
+// Writing: while steps run, one at a time, complete or not at all.
 
 #include <atomic>
 #include <cmath>
@@ -84,7 +84,7 @@ TEST(CheckpointSaving, TrainingGoesOnWhileASlowWriterWrites) {
   EXPECT_EQ(run.losses.size(), 12U);
   EXPECT_THAT(store.steps(), ElementsAre(4, 8, 12));
   for (const auto step : store.steps()) CheckpointFolder::open(store.complete(step)).verify_all();
-  // What was written late is what was copied in time.
+  // The values were copied in time, though written late.
   const auto undisturbed = with_checkpoints(folder, 12, 4);
   train_on({2, 1}, undisturbed, folder / "other");
   for (const std::string file : {"step-4/rank_0.safetensors", "step-4/rank_1.safetensors"}) {
@@ -118,7 +118,7 @@ TEST(CheckpointSaving, KeepsTheLatestFewAndLeavesNothingElse) {
                           "rank_1.safetensors", "tensors.jsonl"));
 }
 
-// Something stands where step-2 is to go: the run goes on, nothing is lost.
+// Something is already at the path of step-2: the run continues, nothing is lost.
 TEST(CheckpointSaving, AnOldOneThatCannotGoStays) {
   const TemporaryFolder folder;
   auto config = with_checkpoints(folder, 6, 2);
@@ -204,8 +204,9 @@ TEST(CheckpointSaving, OneRankThatIsAskedToStopStopsAllAfterTheSameStep) {
   }
 }
 
-// Asked before the first step, in each step and after each validation batch, of which there are three
-// before the first step: the eighth time is within the validation of step 2, after its second batch.
+// Asked before the first step, in each step and after each validation batch, of which there are
+// three before the first step: the eighth time is within the validation of step 2, after its second
+// batch.
 TEST(CheckpointSaving, AskedToStopInAValidationLeavesItAndSavesTheStep) {
   for (const int asked_rank : {0, 1}) {
     const TemporaryFolder folder;

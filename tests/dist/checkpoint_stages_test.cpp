@@ -1,5 +1,5 @@
 // Checkpoints of ranks that have different stages of one model: they know no pipeline, so that any
-// layout goes on from any other, bit for bit, and what is wrong is found whichever stage has it.
+// layout resumes from any other, bit for bit, and a fault is found in any stage.
 
 #include "dist/checkpoint_tensors.h"
 #include "dist/stepped.h"
@@ -12,7 +12,7 @@
 namespace tessera::test::checkpoint_stages_test {
 namespace {
 
-/// What a rank has of the model: layers by number, embedding, and the head, whose weight is the
+/// A rank's part of the model: layers by number, embedding, and the head, whose weight is the
 /// embedding's: a copy of its own where another stage has the embedding.
 struct Part {
   bool embedding = false;
@@ -76,7 +76,7 @@ class Model : public torch::nn::Module {
                                   number == 3 ? width : 6));
     }
   }
-  /// Nobody calls it: gradients come from the test.
+  /// Never called: gradients come from the test.
   at::Tensor forward(const at::Tensor& x) { return x; }
 };
 
@@ -112,7 +112,7 @@ struct Trained {
         optimizer(make_adamw(model, adamw(0.01))) {}
 
   void step(int number) { step_by_name(model, *optimizer, number); }
-  /// Of this rank's stages.
+  /// Returns the state of this rank's stages.
   Tensors all() const { return whole_state(model, *optimizer); }
 
   Mesh mesh;
@@ -149,8 +149,8 @@ void save_after(int steps, const Layout& layout, const std::filesystem::path& fo
   });
 }
 
-// Naive: other stages' tensors are unknown, the tied copy stands there twice, or what is whole is
-// written by nobody.
+// Naive: other stages' tensors are unknown, the tied copy is there twice, or no rank writes what is
+// whole.
 TEST(StagesCheckpoint, AnyLayoutWritesTheSameTensors) {
   const TemporaryFolder folder;
   std::map<std::string, std::vector<std::byte>> expected;

@@ -1,4 +1,4 @@
-// What a checkpoint holds, whole, whatever wrote it.
+// The tensors of a checkpoint, whole, from any writer.
 #pragma once
 
 #include <cstddef>

@@ -35,7 +35,7 @@ class Small : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x; }
 };
 
-/// What stands where: 0 a parameter, 1 to 3 what the optimizer keeps of it, 5 a buffer.
+/// The kinds of tensors: 0 a parameter, 1 to 3 what the optimizer keeps of it, 5 a buffer.
 enum class Kind : std::uint8_t {
   kParameter = 0,
   kFirst = 1,
@@ -108,7 +108,7 @@ TEST(CheckpointOfVersion1, LoadsBitForBitOnAnyRanksAndIsSavedAsVersion2) {
   for (const int count : {1, 2, 3}) {
     SCOPED_TRACE(count);
     const TemporaryFolder folder;
-    const auto old = folder / "old/step-7";  // `latest` is written beside what is loaded
+    const auto old = folder / "old/step-7";  // `latest` is written next to what is loaded
     fs::create_directories(old.parent_path());
     fs::copy(kFolder, old);
     ranks(count).run([&](World& world) {

@@ -56,7 +56,7 @@ TEST(CheckpointWeights, EachFileIsVerifiedOnceByAllRanksTogether) {
   }
 }
 
-/// The contracts of a model are known without its weights, and a run that goes on from elsewhere
+/// The contracts of a model are known without its weights, and a run that resumes from elsewhere
 /// does not need them.
 TEST(CheckpointWeights, ADamagedFileIsFoundWhereWeightsAreReadAndOnlyThere) {
   const TemporaryFolder folder;
@@ -113,8 +113,8 @@ TEST(CheckpointWeights, AnOriginThatIsDamagedIsAsGoodAsGone) {
   EXPECT_NO_THROW(opened_to_generate(source, config));
 }
 
-// Naive: one says that storage_dtype changed, which nobody accessed; the other writes float32 that
-// is as good as bfloat16, without a word.
+// Naive: one says that storage_dtype changed, which it did not; the other silently writes float32
+// that is as good as bfloat16.
 TEST(CheckpointWeights, WhatAWholeFrozenPartLeavesIsNamedOnResumeAndByConvert) {
   const TemporaryFolder folder;
   auto config = small_run(folder);
@@ -194,7 +194,7 @@ TEST(CheckpointWeights, AWholeModelRefusesAValueThatItsDtypesCannotHold) {
   }
 }
 
-/// What a parameter of the file is in the module that generates.
+/// A parameter of the file as it is in the module that generates.
 using Cast = std::function<at::Tensor(const at::Tensor&)>;
 
 void expect_kept_as(const Sharded<models::LanguageModel>& model, const TensorSource& folder,
@@ -238,9 +238,9 @@ TEST(CheckpointWeights, AModelToGenerateFromIsWholeInItsComputeDtypeByWayOfItsSt
   }
 }
 
-// The same in training, from a folder and drawn. Naive: "replicate" loads past the storage dtype, and
-// a run computes with other values than one of "shard".
-TEST(CheckpointWeights, FrozenPartsToTrainBesideHaveTheSameValuesWholeOrSharded) {
+// The same in training, from a folder and drawn. Naive: "replicate" loads past the storage dtype,
+// and a run computes with other values than one of "shard".
+TEST(CheckpointWeights, FrozenPartsOfATrainedModelHaveTheSameValuesWholeOrSharded) {
   const TemporaryFolder folder;
   const auto drawn = small_run(folder);
   train_on({}, with_steps(drawn, 1), folder / "run");
@@ -291,7 +291,7 @@ TEST(CheckpointWeights, WhatIsWholeOnSeveralRanksDecodesOnEachAndWhatIsShardedIs
   });
 }
 
-// Naive: it trains on whatever the memory held.
+// Naive: it trains on any values that the memory held.
 TEST(CheckpointWeights, AParameterThatTheTableLacksIsNoneThatStaysUndrawn) {
   const TemporaryFolder folder;
   const auto config = small_run(folder);

@@ -1,4 +1,4 @@
-// What tests of runtime controls share: a chain beside its plain twin, and counts of collectives.
+// Shared by the tests of runtime controls: a chain with its plain twin, and counts of collectives.
 #pragma once
 
 #include "fsdp/runtime/runtime.h"

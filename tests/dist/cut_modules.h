@@ -1,7 +1,7 @@
 // Layers that are cut over model axes, written by hand for tests, and the same ones whole.
 //
 // The stream between blocks is cut by rows over tp. Every placement of a parameter occurs: norms
-// and biases (R, P), columns S(0), rows S(1), few key heads S(0) beside (R, P), a gain (I, I),
+// and biases (R, P), columns S(0), rows S(1), few key heads S(0) with (R, P), a gain (I, I),
 // experts on the sparse mesh.
 #pragma once
 
@@ -147,14 +147,14 @@ inline Tensors block_values(std::uint64_t seed) {
           {"fused", draw({kSections[0] + kSections[1], kWide})}};
 }
 
-/// A number a row, of the products with both matrices: rows of `products` are as `first` of the one,
-/// then the other.
+/// Returns a number a row, of the products with both matrices: rows of `products` are as `first` of
+/// the one, then the other.
 inline at::Tensor both_sums(const at::Tensor& products, std::int64_t first) {
   const auto parts = products.split_with_sizes({first, products.size(1) - first}, 1);
   return at::tanh(parts[0]).sum(1, true) + at::sin(parts[1]).sum(1, true);
 }
 
-/// What a block computes on rows x, given its whole parameters: the truth.
+/// Computes a block on rows x, given its whole parameters: the truth.
 inline at::Tensor whole_block(const Tensors& p, const at::Tensor& x) {
   const auto n = x * p.at("norm");
   auto y = at::linear(at::tanh(at::linear(n, p.at("w1"), p.at("b1"))), p.at("w2"));
@@ -221,7 +221,8 @@ class CutBlock : public torch::nn::Module, public DeclaresLayouts {
   Tensors own;
 
  private:
-  /// Of the rows of all ranks that share the experts, what the own ones make; others add theirs.
+  /// Returns this rank's addend for the rows of all ranks that share the experts; others add
+  /// theirs.
   at::Tensor mixture(const at::Tensor& x) {
     // Each data rank's rows begin at a multiple of the experts, so the place in its rows says
     // which.
@@ -325,7 +326,7 @@ inline at::Tensor rows_of(int data_rank, int step) {
 }
 inline at::Tensor loss_of(const at::Tensor& y) { return y.pow(2).sum(); }
 
-/// Of the sum of the losses of all data ranks over steps [0, steps).
+/// Returns the gradients of the sum of the losses of all data ranks over steps [0, steps).
 inline Tensors whole_model_gradients(const Tensors& values, int data_ranks, int steps = 1) {
   Tensors leaves;
   for (const auto& [name, value] : values) {

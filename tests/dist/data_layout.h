@@ -21,8 +21,8 @@ inline void PrintTo(const DataLayout& layout, std::ostream* out) {
        << (layout.backend == ThreadBackend::kGloo ? "Gloo" : "in process");
 }
 
-/// What holds under every layout: one to three ranks, and both axes alone and together, over both
-/// backends.
+/// The layouts under which a property must hold: one to three ranks, and both axes alone and
+/// together, over both backends.
 inline auto every_data_layout() {
   constexpr auto kGloo = ThreadBackend::kGloo;
   return ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1}, DataLayout{2, 2},

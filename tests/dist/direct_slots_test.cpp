@@ -1,8 +1,8 @@
-// [Note: direct slots]: products written where their gradient will stand have the bits of products
-// that are copied there, and nothing of a weight's size is made beside.
+// [Note: direct slots]: products written where their gradient will be have the bits of products
+// that are copied there, and need no other memory of a weight's size.
 //
-// What is compared with: a `grad_dtype` that is the products' own dtype, which rounds nothing and
-// forbids direct writes.
+// The reference is a `grad_dtype` that is the products' own dtype, which rounds nothing and forbids
+// direct writes.
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -118,7 +118,7 @@ TEST(DirectSlots, HaveTheBitsOfProductsThatAreCopied) {
                        Dtypes{DType::kBFloat16, DType::kBFloat16}};
   for (const int count : {1, 2}) {
     ranks(count).run([&](World& world) {
-      at::set_num_threads(1);  // else threads of products wait for each other, beside other work
+      at::set_num_threads(1);  // else threads of products wait for each other when other work runs
       for (const Sizes& sizes :
            {Sizes{512, 48, 80}, Sizes{33, 17, 5}, Sizes{6, 1, 8}, Sizes{1, 8, 1}, Sizes{0, 4, 4}}) {
         for (const auto& [compute, accumulate] : dtypes) {
@@ -149,7 +149,7 @@ TEST_ON_RANKS(DirectSlots, UsesThatAutogradAddsUpAreLeftToIt, 2) {
   }
 }
 
-/// Bytes that `act` takes at most beside what is there.
+/// Returns the most bytes that `act` takes on top of what exists.
 template <class Act>
 std::int64_t most_bytes(const Act& act) {
   HeldBytes counter;

@@ -1,5 +1,5 @@
-// dry_run() of a program's own module beside ranks that are there: what they hold to the byte, the most
-// of a step but for control messages, what they issue; and budgets that go by what it counts.
+// dry_run() of a program's own module against real ranks: what they hold to the byte, the most of a
+// step except for control messages, what they issue; and budgets that use what it counts.
 #include "tessera/dry_run.h"
 
 #include <torch/nn/modules/embedding.h>
@@ -165,9 +165,9 @@ void end_step(const DryModel& built) {
   built.model->zero_grad();
 }
 
-/// What each rank of a run holds in its third step: the second one, the first that follows a plan, has
-/// the pool of the one that recorded. Left out is what libtorch takes for itself in an operation. Over
-/// Gloo: ranks of one process hold what they sent until all of them have it.
+/// Returns what each rank of a run holds in its third step: the second one, the first that follows
+/// a plan, has the pool of the one that recorded. Leaves out what libtorch takes for itself in an
+/// operation. Over Gloo: ranks of one process hold what they sent until all of them have it.
 std::vector<DryRun> counted_run(int count, const Sizes& sizes) {
   dry::install_allocator();
   std::vector<DryRun> runs(static_cast<std::size_t>(count));
@@ -203,7 +203,7 @@ std::vector<DryRun> counted_run(int count, const Sizes& sizes) {
   return runs;
 }
 
-/// What each rank of a run issues in its second step.
+/// Returns what each rank of a run issues in its second step.
 std::vector<std::vector<DryRunCollective>> issued_by_run(int count, const Sizes& sizes) {
   std::mutex mutex;
   std::vector<std::vector<DryRunCollective>> issued(static_cast<std::size_t>(count));
@@ -338,7 +338,7 @@ TEST(DryRunOfAModule, CountsAnyNumberOfRanks) {
   EXPECT_REFUSED(kUsage, dry_run(build_of(sizes), -1, 2), "found rank -1");
 }
 
-/// What is issued but for its bytes: a device's parts of units are aligned otherwise.
+/// Returns what is issued, without its bytes: a device's parts of units are aligned otherwise.
 std::vector<std::string> in_order(const DryRun& run) {
   std::vector<std::string> issued;
   for (const auto& one : run.collectives) {
@@ -347,8 +347,8 @@ std::vector<std::string> in_order(const DryRun& run) {
   return issued;
 }
 
-// A device that is not there: a rank issues the same, and all of its memory comes in pieces of 512
-// bytes. The sums beside real runs are those of tests/sim/nccl/dry_device_test.cpp.
+// On an absent device a rank issues the same, and all of its memory comes in pieces of 512 bytes.
+// tests/sim/nccl/dry_device_test.cpp compares the sums with real runs.
 TEST(DryRunOfAModule, OnAGpuThatIsNotThere) {
   int number = 0;
   for (const auto& [count, sizes] : cases()) {
@@ -397,7 +397,7 @@ TEST(DryRunOfAModule, TakesModulesOfTorch) {
   EXPECT_EQ(found.forward.units[0].unit, "(root)");
 }
 
-// The first of two stages: what it sends is noted, and there is nobody to wait for.
+// The first of two stages: what it sends is noted, and it waits for no rank.
 TEST(DryRunOfAModule, NotesMessagesOfAPipeline) {
   constexpr int kMicroBatches = 4;
   const pipeline::Boundary border{.activations = {{.shape = {16, 24}}}};
@@ -433,7 +433,7 @@ TEST(DryRunOfAModule, NotesMessagesOfAPipeline) {
 
 using Kept = std::map<std::string, std::int64_t>;
 
-/// What each block of a rank that computes leaves for its backward.
+/// Returns what each block of a rank that computes leaves for its backward.
 Kept kept_by_run(RecomputeMode mode, const Sizes& sizes) {
   dry::install_allocator();
   Kept kept;
@@ -491,7 +491,7 @@ TEST(DryActivations, AddUpToThePeakWithOthersAndGathered) {
     if (sizes.repeats) continue;  // a unit counts by its largest call, for each
     const DryRun run = dry_run(build_of(sizes), 0, count);
     const auto found = dry_activations(build_of(sizes), 0, count);
-    // More, where what a unit was given is given back before the whole forward ends.
+    // More, where a unit's inputs are freed before the whole forward ends.
     const std::int64_t sum = found.others + all_of(found.forward) + run.unsharded;
     EXPECT_GE(sum, run.peak);
     EXPECT_LE(sum, number <= 2 ? run.peak : run.peak + run.peak / 100);
@@ -519,10 +519,10 @@ TEST(DryActivations, OfALoopWithoutAScope) {
   EXPECT_EQ(found.forward.units, dry_activations(build_of({}), 1, 2).forward.units);
 }
 
-// Budgets between the least and all: plans recompute less and less, and neither the dry run of a plan
-// nor a run that follows it takes more than what the budget leaves it.
-// Several forwards before the first backward, as of an accumulated loss: the last micro-batch's units
-// stand beside all that the others keep.
+// Budgets between the least and all: plans recompute less and less, and neither the dry run of a
+// plan nor a run that follows it takes more than what the budget leaves it. Several forwards run
+// before the first backward, as for an accumulated loss: the last micro-batch's units come on top
+// of all that the others keep.
 TEST(DryActivations, OfMicroBatchesThatAreUnderWayAtOnce) {
   const Sizes sizes;
   const auto build = [&](World& world) -> DryModel {

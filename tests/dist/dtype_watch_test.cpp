@@ -83,7 +83,8 @@ TEST(DtypeWatch, APinnedParameterAConstantAndACastAreNamed) {
       ElementsAre(finding("aten::cat", "a tensor that is neither parameter, buffer nor input")));
 }
 
-// What computes wider on purpose and casts back; tables made on the way that meet no activation.
+// Operations that compute wider on purpose and cast back; tables made on the way that meet no
+// activation.
 TEST(DtypeWatch, WideScopesAndTablesAreNoFindings) {
   EXPECT_THAT(findings_of([](Scaled&, const at::Tensor& y) {
                 const WideScope wide;
@@ -154,7 +155,7 @@ TEST_P_ON_RANKS(WatchOnRanks, EveryRankFindsTheSameInItsUnits, GetParam()) {
                                      "because of parameter first.scale"));
 }
 
-// Property: a forward in one dtype has no findings, plain fp32 included, whatever its units.
+// Property: a forward in one dtype has no findings, plain fp32 included, for all its units.
 TEST_P(WatchOnRanks, AForwardInOneDtypeIsClean) {
   for (const bool narrow : {false, true}) {
     ranks(GetParam()).run([&](World& world) {

@@ -1,5 +1,5 @@
 // Exchanges of activations meet their own on other ranks alone: the same stage, micro-batch and
-// pass, whatever sizes the rows have.
+// pass, for rows of any size.
 
 #include <random>
 
@@ -123,7 +123,7 @@ TEST(ExchangeLabels, AReorderedMicroBatchOfAStepIsNamedOnBothRanks) {
   }
 }
 
-// A step scope says whose they are, and nobody does once it is over.
+// A step scope gives the labels, and they end with it.
 TEST(ExchangeLabels, HaveWhatAStepScopeKnows) {
   base::Mutex mutex;
   std::vector<std::string> labels;

@@ -179,8 +179,9 @@ TEST_ON_RANKS(ExpertParallel, ARankWhoseTokensNeedNoGradientStillMeetsTheOthers,
   EXPECT_EQ(x.grad().defined(), axis.rank == 0);
 }
 
-/// A layer whose shared experts are computed while rows travel, or behind all else: the output, and the
-/// gradients of x, of the routing's weights, of both experts' weights and of the shared ones.
+/// Runs a layer whose shared experts are computed while rows travel, or after all else: the output,
+/// and the gradients of x, of the routing's weights, of both experts' weights and of the shared
+/// ones.
 std::vector<at::Tensor> with_shared(const Inputs& inputs, const parallel::Axis& axis,
                                     bool while_rows_travel,
                                     const std::function<void()>& in_backward = {}) {
@@ -216,8 +217,8 @@ Inputs part_of(const Inputs& inputs, const parallel::Axis& axis, std::int64_t to
           inputs.indices.narrow(0, mine.begin, tokens), inputs.grad.narrow(0, mine.begin, tokens)};
 }
 
-// Sums of gradients keep their order: the shared experts' addends at x come before those of the rows,
-// wherever they are computed.
+// Sums of gradients keep their order: the shared experts' addends at x come before those of the
+// rows, at any place of their computation.
 TEST(ExpertParallel, WhatIsComputedWhileRowsTravelChangesNoBit) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const int size : {1, 2, 4}) {

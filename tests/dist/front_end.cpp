@@ -18,7 +18,7 @@ struct Running {
 };
 thread_local std::vector<Running> t_running;
 
-/// Some object of an interpreter, another one each time: nobody looks into it.
+/// Makes an object of an interpreter, another one each time; it is never read.
 c10::SafePyObject new_object() {
   static auto* const no_interpreter = [] {
     auto* made = new c10::impl::PyInterpreter(nullptr);

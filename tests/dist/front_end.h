@@ -1,7 +1,7 @@
-// A front end of another language, as far as a unit can tell: its exceptions are none of C++ where a
-// call of the unit ends, each of its tensors has an object beside the reference that the unit is
-// given, and its checkpoints are non-reentrant ones: the second run, inside backward, puts what it
-// saves in the places of what the first run saved, and stops early.
+// A front end of another language, as far as a unit can tell: its exceptions are none of C++ where
+// a call of the unit ends, each of its tensors has an object in addition to the reference that the
+// unit is given, and its checkpoints are non-reentrant ones: the second run, inside backward, puts
+// what it saves in the places of what the first run saved, and stops early.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -28,7 +28,7 @@ enum class Stops { kEarly, kNever };
 
 class Frame;
 
-/// What a node keeps for its backward: the tensor, or its place in the checkpoint under way.
+/// A tensor that a node keeps for its backward, or its place in the running checkpoint.
 class Saved {
  public:
   explicit Saved(const at::Tensor& tensor);

@@ -43,7 +43,7 @@ enum class Around : std::uint8_t {
   kAll,          ///< around all units together
   kAllAndMore,   ///< the same, and around what the root computes behind them
   kRoot,         ///< around the root
-  kRootAndMore,  ///< the same, and around what comes behind it
+  kRootAndMore,  ///< the same, and around what follows it
   kNested,       ///< around all, and around each inside it
   kReentrant,    ///< around each unit, a reentrant one
 };

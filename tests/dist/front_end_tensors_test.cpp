@@ -1,4 +1,4 @@
-// What a front end says of its tensors: paths that are tied, not stored, or ignored.
+// The paths of a front end's tensors: tied, not stored, or ignored.
 
 #include "dist/front_end_net.h"
 #include "tessera/state_dict.h"

@@ -102,8 +102,8 @@ INSTANTIATE_TEST_SUITE_P(Layouts, AccumulationTable,
                                            Ranks{3, 3}, Ranks{4, 2}),
                          name_of);
 
-// FSDP2 gives 0 in some cells of its table (docs/measured/precision.md); here every cell is 1, and one answer
-// of all schedules is what makes a schedule a matter of speed alone.
+// FSDP2 gives 0 in some cells of its table (docs/measured/precision.md); here every cell is 1: with
+// the same answer from all schedules, a schedule is a matter of speed alone.
 TEST_P(AccumulationTable, IsOneInEveryCellByDefault) {
   for (const auto& row : kRows) run_all(row, policy_of(row), {256, 1, -256}, 1, "default");
 }
@@ -117,7 +117,7 @@ TEST_P(AccumulationTable, IsOneWithoutAMasterToo) {
   }
 }
 
-// What is asked for is what is done: a bf16 accumulator loses the 1, alike in every schedule.
+// A requested bf16 accumulator is used: it loses the 1, alike in every schedule.
 TEST_P(AccumulationTable, BFloat16SumsWhereTheyAreAskedForAreZeroInEveryCell) {
   for (const auto& row : kRows) {
     if (row.reduce != kBF16) continue;  // sums are never narrower than the wire
@@ -182,8 +182,8 @@ TEST(AccumulationOverRanks, IsOneWhicheverRanksBringThem) {
                                   data_mesh(world, replicas), policy_of(row), undivided());
         constexpr double kValues[] = {256, 1, -256, 0};
         backward(handle.forward(here(at::full({kWidth}, kValues[world.rank()], dtype))).sum());
-        // Of two replicas of two ranks one sends 256 + 1 to the other, of which a bf16 wire carries
-        // 256.
+        // With two replicas of two ranks one sends 256 + 1 to the other, of which a bf16 wire
+        // carries 256.
         const bool rounds = world.size() == 4 && row.reduce == kBF16;
         EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
                               here(at::full({kWidth}, rounds ? 0.0F : 1.0F))))

@@ -1,4 +1,4 @@
-// Schedules of accumulation: every step sums its own micro-batches, whatever is deferred.
+// Schedules of accumulation: every step sums its own micro-batches, with anything deferred.
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"

@@ -56,10 +56,10 @@ class TwoRouted : public torch::nn::Module {
 class BackwardOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, BackwardOnRanks, ::testing::Values(1, 2, 3));
 
-/// Sum over ranks of each backward apart, added in the order of the backwards, over the number of
+/// Sum over ranks of each backward alone, added in the order of the backwards, over the number of
 /// ranks.
-Tensors apart(torch::nn::Module& plain, int count,
-              const std::vector<std::function<void(int)>>& backwards) {
+Tensors each_alone(torch::nn::Module& plain, int count,
+                   const std::vector<std::function<void(int)>>& backwards) {
   Tensors sums;
   for (const auto& run : backwards) {
     for (const auto& [name, sum] : plain_gradients(plain, count, 1.0, run)) {
@@ -89,7 +89,8 @@ TEST_P_ON_RANKS(BackwardOnRanks, AnAuxiliaryLossWhoseBackwardRunsFirst, GetParam
         backward(main ? squares(z) : other);
       };
     };
-    expect_same(whole_gradients(handle), apart(plain, world.size(), {only(false), only(true)}));
+    expect_same(whole_gradients(handle),
+                each_alone(plain, world.size(), {only(false), only(true)}));
   }
 }
 
@@ -164,12 +165,13 @@ TEST_P_ON_RANKS(BackwardOnRanks, TwoForwardsThenTwoBackwardsInEitherOrder, GetPa
         backward(squares(plain.forward(input_of(rank, step, kWidth))));
       };
     };
-    expect_same(whole_gradients(model.handle),
-                apart(plain, world.size(), {only(first_first ? 0 : 1), only(first_first ? 1 : 0)}));
+    expect_same(
+        whole_gradients(model.handle),
+        each_alone(plain, world.size(), {only(first_first ? 0 : 1), only(first_first ? 1 : 0)}));
   }
 }
 
-/// Of sums that are formed in another order.
+/// Compares sums that are formed in another order.
 void expect_near(const Tensors& found, const Tensors& expected) {
   EXPECT_EQ(found.size(), expected.size());
   for (const auto& [name, value] : expected) {
@@ -178,7 +180,7 @@ void expect_near(const Tensors& found, const Tensors& expected) {
   }
 }
 
-/// Truncated back-propagation through time: the second backward goes on into the first forward's
+/// Truncated back-propagation through time: the second backward continues into the first forward's
 /// graph, which was retained. `run(forward, rank)` is one step.
 void expect_gradients_of_plain_steps(
     World& world, int replicas,
@@ -205,7 +207,7 @@ class BackwardOnLayouts : public ::testing::TestWithParam<DataLayout> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, BackwardOnLayouts, every_data_layout(), name_of);
 
 // Naive: the newer forward's marker reduces the unit; what the older forward adds then stays in
-// slots that nobody reduces, until the next step takes it.
+// slots that are not reduced, until the next step takes it.
 TEST_P_ON_RANKS(BackwardOnLayouts, OneBackwardOverASettledForwardAndANewerOne, GetParam()) {
   expect_gradients_of_plain_steps(world, GetParam().replicas, [](const auto& forward, int rank) {
     const auto h = forward(input_of(rank, 0, kWidth));
@@ -231,8 +233,8 @@ class Interrupted : public Chain {
   std::function<void()> between;
 };
 
-// Naive: whoever meets the older forward takes the newer one for finished, and reduces units that
-// are still to get gradients.
+// Naive: a backward that meets the older forward takes the newer one for finished, and reduces
+// units that are still to get gradients.
 TEST_P_ON_RANKS(BackwardOnLayouts, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne, GetParam()) {
   const auto replicas = GetParam().replicas;
   const auto nested = [](Interrupted& module, const auto& forward, int rank) {

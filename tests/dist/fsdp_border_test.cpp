@@ -1,4 +1,4 @@
-// What may cross a unit's border, and what is refused by name there.
+// Values at a unit's border: which may cross it, and which are refused by name.
 
 #include "dist/body.h"
 #include "dist/data_layout.h"
@@ -24,7 +24,7 @@ ShardOptions named_block(bool reshard_after_forward) {
 class UnitBorder : public ::testing::TestWithParam<DataLayout> {
  protected:
   using Act = std::function<void(Sharded<Body>& unit)>;
-  /// What each rank is told when it acts.
+  /// Returns what each rank is told when it acts.
   static std::vector<std::string> told(const Body::Run& run, const ShardOptions& options,
                                        const Act& act) {
     const auto layout = GetParam();
@@ -89,7 +89,7 @@ TEST_P(UnitBorder, RefusesWhatAModelIsGivenOnTheHostWhereItIsElsewhere) {
   }
 }
 
-// What has no gradient has no node of autograd.
+// An input without a gradient has no node of autograd.
 TEST_P(UnitBorder, TakesWhatNeedsNoGradientFromAnyDevice) {
   const auto both = [](Body& b, const Several& in) -> Several {
     return {in[0] * b.first, in[1] * 2.0};
@@ -105,7 +105,7 @@ TEST_P(UnitBorder, TakesWhatNeedsNoGradientFromAnyDevice) {
   EXPECT_THAT(all, Each(std::string()));
 }
 
-// Naive: the caller reads memory that was given back, and is told to call the module by its handle.
+// Naive: the caller reads memory that was freed, and is told to call the module by its handle.
 TEST_P(UnitBorder, RefusesAParameterAsAResultByItsName) {
   const std::vector<std::pair<std::string, Body::Run>> cases = {
       {"itself", [](Body& b, const Several& in) -> Several { return {in[0] * 2.0, b.weight}; }},

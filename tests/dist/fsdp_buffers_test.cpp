@@ -245,8 +245,7 @@ struct Normed : torch::nn::Module {
   at::Tensor trained = register_parameter("trained", here(at::ones({1})));
 };
 
-// Naive: nobody wrote to them, as version counters see it; a state dict has the values that were
-// loaded.
+// Naive: version counters see no write to them; a state dict has the values that were loaded.
 TEST_P_ON_RANKS(BuffersOnRanks, StatisticsThatAForwardWritesAreInTheStateDict, GetParam().first) {
   auto model = std::make_shared<Normed>();
   const auto loaded = here(at::full({kWidth}, kFine));
@@ -272,7 +271,7 @@ TEST_P_ON_RANKS(BuffersOnRanks, StatisticsThatAForwardWritesAreInTheStateDict, G
   }
 }
 
-// Naive: written in halves of a load that another tensor refuses, or rounded twice without a word.
+// Naive: written in halves of a load that another tensor refuses, or silently rounded twice.
 TEST_P_ON_RANKS(BuffersOnRanks, ValuesThatItsDtypesCannotHoldAreNotLoaded, GetParam().first) {
   auto policy = in_bfloat16();
   policy.param_dtype = DType::kFloat16;
@@ -310,7 +309,7 @@ TEST_P_ON_RANKS(BuffersOnRanks, StandInTheContractWithTheirReasons, GetParam().f
                    "a computed table: never cast"));
 }
 
-/// What both ranks say when rank 1's model is another.
+/// Returns what both ranks say when rank 1's model is another.
 std::string disagreement(const std::function<void(Tower&)>& change) {
   return thrown_by([&] {
     ranks(2).run([&](World& world) {
@@ -321,7 +320,7 @@ std::string disagreement(const std::function<void(Tower&)>& change) {
   });
 }
 
-// Naive: nobody compares buffers, and the ranks compute different numbers.
+// Naive: buffers are not compared, and the ranks compute different numbers.
 TEST(BuffersOfRanks, ThatDifferAreRefusedWithTheFirstDifference) {
   EXPECT_THAT(
       disagreement([](Tower& tower) { tower.std_bias.set_data(tower.std_bias.to(at::kBFloat16)); }),

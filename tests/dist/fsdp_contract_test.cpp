@@ -1,5 +1,5 @@
-// What the contract allows, defines or refuses where FSDP2 stops in the first forward, or goes on
-// in silence: dtypes that meet in one module, in one bucket, in one gradient, in two tied tensors.
+// Dtypes that meet in one module, in one bucket, in one gradient, in two tied tensors: the contract
+// allows, defines or refuses them where FSDP2 stops in the first forward, or continues silently.
 
 #include "dist/wide_gradient.h"
 #include "grad/torch_dtype.h"
@@ -30,7 +30,7 @@ class Router : public torch::nn::Module {
 };
 
 // Naive: one dtype a module, or a holder module for the parameter.
-TEST_P_ON_RANKS(ContractOnRanks, ABareParameterPinnedBesideBulkWeightsComputesInFloat32InTheirUnit,
+TEST_P_ON_RANKS(ContractOnRanks, ABareParameterPinnedAmongBulkWeightsComputesInFloat32InTheirUnit,
                 GetParam()) {
   auto policy = in_bfloat16();
   PrecisionRule rule;
@@ -43,7 +43,7 @@ TEST_P_ON_RANKS(ContractOnRanks, ABareParameterPinnedBesideBulkWeightsComputesIn
   EXPECT_TRUE(same_bits(module->computed[0], here(at::ones({kWidth}, at::kBFloat16))));
   EXPECT_TRUE(same_bits(module->computed[1], here(at::ones({kWidth})) + 0x1p-10));
   const auto found = whole_gradients(handle);
-  // Of the weight: the bias's value, rounded where the product with it goes back to bf16.
+  // The weight's gradient: the bias's value, rounded where the product with it returns to bf16.
   EXPECT_TRUE(same_bits(found.at("weight"), here(at::full({kWidth}, world.size(), at::kFloat))));
   EXPECT_TRUE(same_bits(found.at("bias"), here(at::full({kWidth}, world.size(), at::kFloat))));
 }

@@ -67,13 +67,13 @@ TEST_P_ON_RANKS(ControlsOnRanks, UnitsMayStayGatheredBetweenMicroBatches, GetPar
     for (int step = 0; step < 2; ++step) {
       optimizer->step();
       EXPECT_EQ(twins.step(10, "after a step").gathers, expect(after_forward ? 4 + 2 : 4));
-      // Nothing has changed: only what a forward gave back is gathered, for the backward.
+      // Nothing has changed: only what a forward resharded is gathered, for the backward.
       EXPECT_EQ(twins.step(11, "kept").gathers, expect(after_forward ? 2 : 0));
       EXPECT_EQ(twins.step(12, "kept").gathers, expect(after_forward ? 2 : 0));
     }
   }
   twins.handle().set_reshard_after_backward(true);
-  EXPECT_EQ(twins.step(13, "given back").gathers, expect(4));
+  EXPECT_EQ(twins.step(13, "resharded").gathers, expect(4));
 }
 
 // Naive: with torch::optim the version counters stand still, and kept units compute with the

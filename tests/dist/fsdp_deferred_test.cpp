@@ -32,7 +32,7 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
                             std::int64_t pending, std::int64_t micro_batch) {
     context->save_for_backward({x, w});
-    context->saved_data["owed"] = pending;
+    context->saved_data["pending"] = pending;
     context->saved_data["micro_batch"] = micro_batch;
     return x * w;
   }
@@ -41,7 +41,7 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
     const auto leaf = grad::find_leaf(saved[1]);
     auto& sink = *leaf->sink;
     auto* list =
-        reinterpret_cast<std::vector<PendingBackward>*>(context->saved_data["owed"].toInt());
+        reinterpret_cast<std::vector<PendingBackward>*>(context->saved_data["pending"].toInt());
     list->push_back(
         {&sink, sink.promise(leaf->slot, "layer 4", context->saved_data["micro_batch"].toInt()),
          grads[0] * saved[0]});
@@ -55,8 +55,8 @@ class Deferred : public torch::nn::Module {
     const auto y = DeferredScale::apply(x * eager, weight, reinterpret_cast<std::int64_t>(&pending),
                                         micro_batch++);
     if (redeems_inside && y.requires_grad()) {
-      // Runs before DeferredScale's backward; what earlier ones owe is handed in while this one is
-      // under way.
+      // Runs before DeferredScale's backward; pending products of earlier ones are handed in while
+      // this one runs.
       y.register_hook([this](const at::Tensor& grad) {
         redeem();
         return grad;
@@ -94,7 +94,7 @@ Tensors deferred_expected(int count, int micro_batches) {
   return sums;
 }
 
-// Naive: the unit is reduced when its marker ran, without the gradient that is still owed.
+// Naive: the unit is reduced when its marker ran, without the gradient that is still pending.
 TEST_P_ON_RANKS(DeferredOnRanks, DeferredGradientsHandedInAfterTheBackward, GetParam()) {
   auto module = std::make_shared<Deferred>();
   auto handle = fully_shard(module, data_mesh(world));
@@ -176,7 +176,7 @@ TEST_ON_RANKS(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch, 1) {
               Says("weight", "layer 4", "micro-batch 0", "twice"));
 }
 
-/// Two units one after the other; what they owe is handed in by redeem().
+/// Two units one after the other; their pending products are handed in by redeem().
 struct TwoDeferred : torch::nn::Module {
   explicit TwoDeferred(const Mesh& mesh) {
     for (int i = 0; i < 2; ++i) {

@@ -1,5 +1,5 @@
 // Ranks that use results differently: what is issued is the same on all of them, the gradients are
-// the sum of what each rank used, and nobody waits for anybody. [Note: collective order]
+// the sum of what each rank used, and no rank waits for another. [Note: collective order]
 
 #include "dist/data_layout.h"
 #include "proof.h"
@@ -79,7 +79,7 @@ Tensors plain(int ranks, int micro_batches,
   return sums;
 }
 
-/// A few fp32 additions in another order; zeros where nobody used a parameter.
+/// A few fp32 additions in another order; zeros where no rank used a parameter.
 void expect_close(const Tensors& found, const Tensors& expected, const std::string& what) {
   for (const auto& [name, value] : found) {
     EXPECT_TRUE(expected.count(name) > 0 || !value.any().item<bool>()) << what << " " << name;
@@ -164,7 +164,7 @@ TEST_P_ON_RANKS(Dropped, AWholeForwardThatOneRankDoesNotUse, GetParam()) {
   }
 }
 
-// Naive: whoever keeps a graph also keeps memory, and gathers less than the others.
+// Naive: a rank that keeps a graph also keeps memory, and gathers less than the others.
 TEST_P_ON_RANKS(Dropped, AGraphThatOneRankKeepsAcrossEvaluationsAndSteps, GetParam()) {
   for (const bool stays : {false, true}) {
     Model model(world, GetParam().replicas, 32 << 20, /*reshards=*/false);
@@ -258,7 +258,7 @@ struct Keeping : torch::nn::Module {
   }
 };
 
-// Naive: nobody reduces them, and the next step adds them to its own.
+// Naive: they are not reduced, and the next step adds them to its own.
 TEST(DroppedResults, GradientsThatNoneAnnouncesAreRefused) {
   for (const int count : {1, 2, 3}) {
     const auto errors = errors_of(count, [](World& world) {
@@ -271,7 +271,7 @@ TEST(DroppedResults, GradientsThatNoneAnnouncesAreRefused) {
   }
 }
 
-TEST(DroppedResults, WhatIsKeptBesideAResultThatIsUsedIsPartOfTheStep) {
+TEST(DroppedResults, AKeptResultNextToAUsedOneIsPartOfTheStep) {
   for (const int count : {1, 2, 3}) {
     ranks(count).run([](World& world) {
       auto module = std::make_shared<Keeping>();

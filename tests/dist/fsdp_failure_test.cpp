@@ -77,7 +77,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
         comm::barrier(world.control(), "end of the step");
       });
       if (when == When::kForward && culprit)
-        world.abort(error);  // outside of any handle: nobody else can know
+        world.abort(error);  // outside of any handle: no other rank can know
     });
     model.chain->blocks[1]->before = nullptr;
     EXPECT_NE(error, "");
@@ -188,9 +188,9 @@ class LeavesToAnotherThread : public torch::autograd::Function<LeavesToAnotherTh
   }
 };
 
-// A thread that comes late tells the other ranks at once and accesses nothing that the rank's own
-// may be working with; that one ends the step where it comes by next. Naive: it clears the list of
-// open forwards while the rank's thread is in one.
+// A thread that comes late tells the other ranks at once and accesses nothing that the rank's thread
+// may be working with; that one ends the step at its next call. Naive: it clears the list of open
+// forwards while the rank's thread is in one.
 TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {
   for (const int count : {1, 2}) {
     ranks(count).run([](World& world) {
@@ -216,8 +216,8 @@ TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {
   }
 }
 
-/// In whose backward another thread comes by that has looked at the generation and then slept through
-/// a recovery: it knows the epoch of before.
+/// In its backward another thread passes that has read the generation and then slept through a
+/// recovery: it knows the epoch of before.
 class IsMetByALateThread : public torch::autograd::Function<IsMetByALateThread> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, fsdp::Runtime* runtime) {
@@ -255,7 +255,7 @@ TEST(FailuresOfMany, AThreadThatSleptThroughARecoveryAbortsNobody) {
   }
 }
 
-/// Catches what its inner unit throws and goes on, which a sharded step does not allow.
+/// Catches what its inner unit throws and continues, which a sharded step does not allow.
 class Swallows : public torch::nn::Module {
  public:
   at::Tensor forward(const at::Tensor& x) {

@@ -11,7 +11,7 @@ using namespace front_end_net;  // NOLINT(google-build-using-namespace): the mod
 
 // -------------------------------------------------------------------------------- how a call ends
 
-// Naive: no exception of C++ is under way where the call ends, so nobody is told, and the other
+// Naive: no exception of C++ is in flight where the call ends, so no rank is told, and the other
 // ranks wait in the gather of the next unit.
 TEST(FrontEndCall, AnExceptionOfTheFrontEndEndsTheStepOnAllRanksUntilRecovery) {
   for (const int count : {1, 2}) {
@@ -48,7 +48,7 @@ TEST(FrontEndCall, AnExceptionOfTheFrontEndEndsTheStepOnAllRanksUntilRecovery) {
   }
 }
 
-// Naive: the outer call goes on with a forward that nobody runs any more.
+// Naive: the outer call continues with a forward that no longer runs.
 TEST(FrontEndCall, AnExceptionThatTheFrontEndCatchesBetweenTwoUnitsIsRefused) {
   ranks(1).run([](World& world) {
     ShardedNet model(world, std::make_shared<Net>(1));
@@ -165,7 +165,7 @@ TEST(FrontEndResults, WhatOnlyTheFrontEndsObjectsHoldMayBeChangedInPlace) {
       {"a result of no node",
        [](Body& b, const Several& in) -> Several { return {(in[0] * b.weight).clone()}; },
        change_first},
-      {"a view of what nobody else holds",
+      {"a view of what nothing else holds",
        [](Body& b, const Several& in) -> Several {
          return {(in[0] * b.weight).unsqueeze(0).squeeze(0)};
        },
@@ -180,7 +180,7 @@ TEST(FrontEndResults, WhatOnlyTheFrontEndsObjectsHoldMayBeChangedInPlace) {
          results[1].add_(results[0]);
          return squares(results[0]) + squares(results[1]);
        }},
-      {"a result beside one without gradient",
+      {"a result and one without gradient",
        [](Body& b, const Several& in) -> Several {
          const auto y = in[0] * b.weight;
          return {y, y.detach().argmax(1)};
@@ -212,7 +212,7 @@ TEST(FrontEndResults, WhatSomebodyElseHoldsMayNot) {
          return {y, y};
        },
        change_first},
-      {"one beside a view of it",
+      {"one and a view of it",
        [](Body& b, const Several& in) -> Several {
          const auto y = in[0] * b.weight;
          return {y, y.narrow(0, 0, 1)};

@@ -24,7 +24,7 @@ Several product(Body& body, const Several& inputs) { return {inputs[0] * body.we
 
 class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
  protected:
-  /// What the ranks are told. The next step after it is the plain module's.
+  /// Returns what the ranks are told. The next step after it is the plain module's.
   static std::vector<std::string> refusals_of(const InPlace& one) {
     const auto layout = GetParam();
     std::vector<std::string> told(static_cast<std::size_t>(layout.ranks));
@@ -147,7 +147,7 @@ TEST_P(InPlaceChanges, OfAResultThatOthersHoldAreRefusedByItsNumber) {
         },
         change(1)}},
       {0,
-       {"returned beside a part of it",
+       {"returned with a part of it",
         [](Body& b, const Several& in) -> Several {
           const auto y = in[0] + b.weight;
           return {y, y.narrow(0, 0, 1)};
@@ -173,7 +173,7 @@ std::vector<InPlace> allowed_changes() {
          y += x;
          return squares(y.mul_(3.0)) + squares(x);
        }},
-      {"a result that is a view of what nobody else holds",
+      {"a result that is a view of what nothing else holds",
        [](Body& b, const Several& in) -> Several {
          return {at::linear(in[0].unsqueeze(0), at::diag(b.weight), b.weight)};
        },
@@ -191,7 +191,7 @@ std::vector<InPlace> allowed_changes() {
          parts[1].add_(parts[0]);
          return squares(parts[0]) + squares(parts[1]);
        }},
-      {"a kept result that nobody changes",
+      {"a kept result that is not changed",
        [](Body& b, const Several& in) -> Several {
          b.kept = in[0] * b.weight;
          return {b.kept, b.kept};
@@ -207,7 +207,7 @@ std::vector<InPlace> allowed_changes() {
        [](const auto& unit, const Body&, const at::Tensor& x) {
          return squares(x + unit({x, here(at::ones({kWidth}))})[0]);
        }},
-      {"an inference tensor beside, which has no version",
+      {"with an inference tensor, which has no version",
        [](Body& b, const Several& in) -> Several { return {in[0] + in[1] * b.weight, in[0]}; },
        [](const auto& unit, const Body&, const at::Tensor& x) {
          at::Tensor constant;
@@ -306,7 +306,7 @@ TEST_P(InPlaceChanges, OfAParameterAreRefusedByNameOnAnyNumberOfRanks) {
   }
 }
 
-// The cast has made a copy of the argument, which nobody but the call holds.
+// The cast has made a copy of the argument, which only the call holds.
 TEST_ON_RANKS(InPlaceCasts, OfAnArgumentThatWasCastAndCameBackAreTheCallers, 1) {
   auto body = std::make_shared<Body>(
       [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0]}; });

@@ -13,8 +13,8 @@ constexpr std::int64_t kWidth = 5;
 
 class IntegrityOnRanks : public ::testing::TestWithParam<int> {
  protected:
-  /// What every rank says when `harm` is done before a forward (kForward) or between a forward and
-  /// its backward (kBackward).
+  /// Returns what every rank says when `harm` is done before a forward (kForward) or between a
+  /// forward and its backward (kBackward).
   enum class When { kForward, kBackward };
   static void expect_found(When when, const std::function<void(Sharded<Affine>&)>& harm,
                            const std::string& found) {
@@ -74,8 +74,7 @@ TEST_P(IntegrityOnRanks, AShardWithOtherDataIsFound) {
   }
 }
 
-// What users do in good faith stays allowed: values are copied in, a dtype is asked for that is
-// there.
+// Correct uses stay allowed: values are copied in, a present dtype is asked for.
 TEST_P_ON_RANKS(IntegrityOnRanks, ValuesThatAreCopiedInAreNotRefused, GetParam()) {
   auto handle = fully_shard(std::make_shared<Affine>(1, kWidth, 3), data_mesh(world));
   handle.unshard();

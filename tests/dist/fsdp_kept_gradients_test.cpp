@@ -1,5 +1,5 @@
 // `.grad` as a tensor that users hold, clear and replace: what is whose, and what a later step may
-// write to. Beside it PyTorch's unsharded answer: a gradient that stands is added to in place.
+// write to. The reference is PyTorch's unsharded answer: an existing gradient is added to in place.
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -267,7 +267,7 @@ TEST_P(KeptGradients, ZerosWrittenInPlaceClearWhatWaitsOnAnyNumberOfRanks) {
   });
 }
 
-// Naive: the reduction that nobody waits for adds to the tensor that the user has.
+// Naive: the reduction that is still pending adds to the tensor that the user has.
 TEST_P(KeptGradients, ZerosWrittenInPlaceClearWhatWaitsForTheLastBackward) {
   run([](World& world, Sharded<Pair>& handle) {
     micro_batch(world, handle, 16);
@@ -300,7 +300,7 @@ TEST_P(KeptGradients, ValuesWrittenInPlaceBeforeAnythingWaitsCount) {
   });
 }
 
-// What waits and what the user wrote cannot be told apart any more on one rank; so on none.
+// Pending gradients and the user's writes can no longer be told apart on one rank; so on none.
 TEST_P(KeptGradients, OtherValuesWhileSomethingWaitsAreRefused) {
   expect_refusal([](World& world, Sharded<Pair>& handle) {
     handle.set_requires_gradient_sync(false);

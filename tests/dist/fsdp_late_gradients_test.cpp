@@ -73,8 +73,8 @@ class Rare : public torch::nn::Module {
 class LateGradients : public ::testing::TestWithParam<Cell> {};
 INSTANTIATE_TEST_SUITE_P(Cells, LateGradients, ::testing::ValuesIn(cells()), name_of);
 
-/// What rank r brings in micro-batch i of a step: 256, 1 and -256 in turn, so that no sum of two
-/// fits into bf16.
+/// Returns the gradient of rank r in micro-batch i of a step: 256, 1 and -256 in turn, so that no
+/// sum of two fits into bf16.
 double value(int rank, int i) {
   constexpr double kValues[] = {256, 1, -256};
   return kValues[i] + 2 * rank;
@@ -105,14 +105,14 @@ TEST_P_ON_RANKS(LateGradients, OfOneMicroBatchOnAllOrOnOneRankAreItsOwnWhichever
           << what;
       EXPECT_TRUE(same_bits(found.at("rare"), here(at::full({kWidth}, rare, at::kFloat)))) << what;
       for (const auto& view : handle.shards()) {
-        const bool nobody = user == kNone && view.contract->name == "rare";
-        EXPECT_EQ(view.shard.grad().defined(), !nobody) << what;
+        const bool unused = user == kNone && view.contract->name == "rare";
+        EXPECT_EQ(view.shard.grad().defined(), !unused) << what;
       }
     }
   }
 }
 
-/// A unit of its own beside another: called in the micro-batches where it is used, on all ranks.
+/// One unit next to another: called in the micro-batches where it is used, on all ranks.
 class Units : public torch::nn::Module {
  public:
   Units(const Mesh& mesh, at::ScalarType dtype) {

@@ -1,4 +1,4 @@
-// What a program of the library writes: holders, calls, torch::save, and how weights are tied.
+// The library as a program uses it: holders, calls, torch::save, and how weights are tied.
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -73,14 +73,15 @@ TEST_ON_RANKS(Holders, OfLibtorchAndEmptyOnes, 2) {
               Says("found no module"));
 }
 
-// Of an overloaded forward the one that ForwardSignature names is called.
+// Among several forwards the one that ForwardSignature names is called.
 TEST_ON_RANKS(ForwardSignatures, SayWhichOfSeveralForwardsIsMeant, 2) {
   auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
   const auto x = input_of(0, 0, kWidth);
   EXPECT_TRUE(same_bits(handle(x, x), TwoWays().forward(x, x)));
 }
 
-// Where the type of the handle is gone, or a plain module holds it, torch::save is refused as it runs.
+// Where the type of the handle is lost, or a plain module holds it, torch::save is refused at run
+// time.
 TEST(TorchSave, IsRefusedWithTheWayToGo) {
   struct Holds : torch::nn::Module {};
   ranks(2).run([](World& world) {
@@ -138,8 +139,8 @@ Tensors one_tensor_used_twice(int rank, at::ScalarType dtype) {
       {"embed.weight", weight.grad()}, {"block.a", block.a.grad()}, {"block.b", block.b.grad()}};
 }
 
-// The gradient of weights tied over one storage is the unsharded one of a tensor that is used twice,
-// whether what lies between is a unit or not; they stay tied over steps, and are one entry each in a
+// The gradient of weights tied over one storage is the unsharded one of a tensor that is used
+// twice, with or without a unit in between; they stay tied over steps, and are one entry each in a
 // full state dict.
 TEST(TiedWeights, HaveTheGradientOfOneTensorThatIsUsedTwice) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
@@ -186,8 +187,8 @@ TEST(TiedWeights, HaveTheGradientOfOneTensorThatIsUsedTwice) {
   }
 }
 
-// In bfloat16 both uses are added in the slot unrounded: the gradient is closer to the sum in fp32 of the
-// uses' own gradients than autograd's sum in bfloat16.
+// In bfloat16 both uses are added in the slot unrounded: the gradient is closer to the sum in fp32
+// of the uses' own gradients than autograd's sum in bfloat16.
 TEST_ON_RANKS(TiedWeights, OfBFloat16AddTheirUsesUnrounded, 2) {
   PrecisionPolicy policy;
   policy.final_dtype = DType::kFloat32;

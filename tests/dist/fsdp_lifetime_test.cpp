@@ -87,7 +87,7 @@ TEST_ON_RANKS(Lifetime, BaseIsGatheredUntilTheMarkerAndReleasedThere, 2) {
   auto handle = fully_shard(pair, data_mesh(world));
   auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
   const auto y = handle.forward(x * 1.0);
-  EXPECT_FALSE(pair->one->unit()->gathered()) << "given back after forward";
+  EXPECT_FALSE(pair->one->unit()->gathered()) << "resharded after forward";
   bool seen = false;
   // Runs when the gradient leaves `second` towards `first`: second's marker has run.
   const auto loss = squares(y);
@@ -174,7 +174,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, TorchOptimOnTheShardsWorks, GetParam()) {
   expect_same(whole_parameters(model.handle), whole_parameters(other.handle));
 }
 
-// Naive: the module computes with whatever lies there.
+// Naive: the module computes with any values that lie there.
 TEST_ON_RANKS(Lifetime, CallingAModulePastItsHandleThrowsAtTheReleasedParameter, 2) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   EXPECT_THAT(thrown_by([&] { model.chain->blocks[0]->forward(input_of(0, 0, kWidth)); }),
@@ -189,7 +189,7 @@ TEST_ON_RANKS(Lifetime, CallingAModulePastItsHandleOnOneRankThrowsAtItsGradient,
       [&] { backward(squares(model.chain->blocks[0]->forward(input_of(0, 0, kWidth)))); });
   EXPECT_THAT(error, Says("block0.b", "outside an open forward", "call what fully_shard returned"));
   model.handle.zero_grad();
-  backward(squares(model.handle.forward(input_of(0, 0, kWidth))));  // and the model goes on
+  backward(squares(model.handle.forward(input_of(0, 0, kWidth))));  // and the model continues
   Chain plain(1, 2, kWidth);
   expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 0, kWidth));
 }
@@ -204,8 +204,8 @@ TEST_P_ON_RANKS(LifetimeOnRanks, StepWhileABackwardIsOwedIsRefused, GetParam()) 
   optimizer->step();  // the loss went out of scope
 }
 
-// What is owed is counted by whoever lets go of a graph. Naive: a plain count loses some of them,
-// and no step is taken any more.
+// Pending losses are counted when any thread releases a graph. Naive: a plain count loses some of
+// them, and no step is taken any more.
 TEST(Lifetime, LossesThatOtherThreadsDropAreNotOwed) {
   constexpr std::size_t kThreads = 4;
   ranks(1).run([](World& world) {
@@ -233,8 +233,8 @@ TEST(Lifetime, LossesThatOtherThreadsDropAreNotOwed) {
   });
 }
 
-// Naive: the root stays gathered after a forward that nobody differentiates, and computes on with
-// old weights.
+// Naive: the root stays gathered after a forward without a backward, and computes on with old
+// weights.
 TEST_P_ON_RANKS(LifetimeOnRanks, AForwardThatIsDroppedDoesNotKeepOldWeights, GetParam()) {
   const auto policy = in_bfloat16();  // one rank gathers as well
   ShardedChain model(data_mesh(world), 1, 2, kWidth, policy);

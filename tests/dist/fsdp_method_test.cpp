@@ -56,7 +56,7 @@ TEST_P_ON_RANKS(Methods, TrainAsForwardDoes, GetParam()) {
                       [&](const auto& y) { return plain.of_the_base(y); }));
                 }));
   }
-  // A method may stand beside forward in one loss.
+  // A method may be in one loss with forward.
   handle.zero_grad();
   backward(squares(handle.forward(input(world.rank()))) +
            squares(handle.call(&Coder::of_the_base, input(world.rank()))));

@@ -1,4 +1,4 @@
-// Shards in 16 bits: what optimizers keep beside them, and what is lost only where it is asked for.
+// Shards in 16 bits: what optimizers keep in addition, and what is lost only where it is asked for.
 #include <torch/optim/adamw.h>
 
 #include "fsdp/optim/optimizer_shards.h"
@@ -31,8 +31,8 @@ Sharded<Scale> ones(World& world, DType storage, std::optional<DType> final = st
                      policy, options);
 }
 
-/// 40 steps with lr 1e-4. A constant gradient moves by lr a step: 0.996, one or more steps below 1 in
-/// both dtypes.
+/// Takes 40 steps with lr 1e-4. A constant gradient moves by lr a step: 0.996, one or more steps
+/// below 1 in both dtypes.
 void expect_steps_add_up(Sharded<Scale>& handle, Optimizer& optimizer) {
   for (int step = 0; step < 40; ++step) {
     handle.zero_grad();

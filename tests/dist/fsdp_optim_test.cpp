@@ -1,4 +1,4 @@
-// Optimizers, norm and clip over shards: PyTorch's numbers on the whole model, whatever the layout.
+// Optimizers, norm and clip over shards: PyTorch's numbers on the whole model, for every layout.
 #include <torch/optim/adamw.h>
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
 #include <torch/optim/schedulers/step_lr.h>
@@ -24,8 +24,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, OptimOnRanks, ::testing::Values(1, 2, 3, 4));
 
 /// Steps both with the same gradients; the plain module's are those that the sharded one found.
 template <class Step>
-void train_beside(World& world, ShardedChain& model, Chain& plain, Optimizer& ours,
-                  const Step& theirs, const std::function<void()>& compare) {
+void train_both(World& world, ShardedChain& model, Chain& plain, Optimizer& ours,
+                const Step& theirs, const std::function<void()>& compare) {
   for (int step = 0; step < kSteps; ++step) {
     model.handle.zero_grad();
     backward(squares(model.handle.forward(input_of(world.rank(), step, kWidth))));
@@ -44,7 +44,7 @@ TEST_P_ON_RANKS(OptimOnRanks, SgdWithMomentumAndDecayIsPyTorchsWithinRounding, G
   const auto ours = make_sgd(model.handle, sgd(0.05, 0.9, 0.1));
   torch::optim::SGD theirs(plain.parameters(),
                            torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.1));
-  train_beside(
+  train_both(
       world, model, plain, *ours, [&] { theirs.step(); },
       [&] {
         for (const auto& [name, value] : whole_parameters(model.handle)) {
@@ -66,7 +66,7 @@ TEST_P_ON_RANKS(OptimOnRanks, AdamWIsPyTorchsWithinRounding, GetParam()) {
                                                      .betas({options.beta1, options.beta2})
                                                      .eps(options.eps)
                                                      .weight_decay(options.weight_decay));
-  train_beside(
+  train_both(
       world, model, plain, *ours, [&] { theirs.step(); },
       [&] {
         for (const auto& [name, value] : whole_parameters(model.handle)) {
@@ -210,7 +210,7 @@ TEST_P_ON_RANKS(OptimOnRanks, SchedulersOfPyTorchSetTheLearningRate, GetParam())
   torch::optim::StepLR scheduler(*ours, 2, 0.25);
   torch::optim::StepLR reference(theirs, 2, 0.25);
   std::vector<double> rates;
-  train_beside(
+  train_both(
       world, model, plain, *ours, [&] { theirs.step(); },
       [&] {
         for (const auto& [name, value] : whole_parameters(model.handle)) {
@@ -305,7 +305,7 @@ TEST_ON_RANKS(Norm, WhatIsNotFiniteIsNamedOnEveryRankAndScalesNothing, 3) {
   EXPECT_THAT(nonfinite_parameters(model.handle, 4), ElementsAre("block1.b"));
 }
 
-// Naive: torch's own add_param_group takes the parameters, and nobody ever steps them.
+// Naive: torch's own add_param_group takes the parameters, and they are never stepped.
 TEST(Optim, AGroupThatIsAddedIsRefusedByNameAtTheNextStep) {
   for (const bool adam : {true, false}) {
     for (const bool as_group : {true, false}) {
@@ -361,7 +361,7 @@ TEST_ON_RANKS(Optim, AGradientOfAnotherShapeIsRefusedByName, 2) {
   expect_same(whole_parameters(handle), before, "nothing was stepped");
 }
 
-// Naive: parameters in front of the one that is refused have counted the step that was not made, and
+// Naive: parameters before the one that is refused have counted the step that was not made, and
 // AdamW corrects its bias for one too many when it is made.
 TEST_ON_RANKS(Optim, AStepThatWasRefusedIsNotCounted, 2) {
   auto handle = fully_shard(std::make_shared<Affine>(1, 12, 16), data_mesh(world));
@@ -389,8 +389,8 @@ TEST_ON_RANKS(Optim, AStepThatWasRefusedIsNotCounted, 2) {
   plain.zero_grad();
 }
 
-// What a configuration is checked by before there is an optimizer. Naive: a column of optimizers.def
-// that its class does not keep to.
+// These properties check a configuration before there is an optimizer. Naive: a column of
+// optimizers.def that its class does not keep to.
 TEST_ON_RANKS(OptimizerRows, SayOfEachWhatItSaysOfItself, 1) {
   const auto handle = fully_shard(std::make_shared<Affine>(1, 12, 16), data_mesh(world));
   const auto expect_alike = [&](fsdp::OptimizerName name) {

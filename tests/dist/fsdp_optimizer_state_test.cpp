@@ -1,5 +1,5 @@
-// An optimizer's state in whole form: the same whoever made it, loaded by any layout with its bits,
-// and refused with every name, on every rank, before anything is written.
+// An optimizer's state in whole form: the same from every layout, loaded by any layout with its
+// bits, and refused with every name, on every rank, before anything is written.
 
 #include "base/hash.h"
 #include "dist/cut_modules.h"
@@ -51,7 +51,7 @@ void expect_same(const OptimizerStateDict& found, const OptimizerStateDict& expe
   }
 }
 
-/// What is stored in 16 bits computes in 32: float16 needs no loss scale then.
+/// Stored in 16 bits and computed in 32: float16 needs no loss scale then.
 PrecisionPolicy in_float32() {
   PrecisionPolicy policy;
   policy.param_dtype = DType::kFloat32;
@@ -65,8 +65,8 @@ struct Kind {
 };
 
 const Kind kKinds[] = {
-    {"AdamW beside bf16", at::kBFloat16, [](auto& model) { return make_adamw(model, {}); }},
-    {"AdamW beside fp16", at::kHalf, [](auto& model) { return make_adamw(model, {}); }},
+    {"AdamW with bf16", at::kBFloat16, [](auto& model) { return make_adamw(model, {}); }},
+    {"AdamW with fp16", at::kHalf, [](auto& model) { return make_adamw(model, {}); }},
     {"SGD with momentum", at::kBFloat16,
      [](auto& model) { return make_sgd(model, {.momentum = 0.9}); }},
     {"plain SGD", at::kBFloat16, [](auto& model) { return make_sgd(model, {}); }},
@@ -91,7 +91,7 @@ struct Stepped {
   std::unique_ptr<Optimizer> optimizer;
 };
 
-/// What is saved after `steps` steps on these ranks, by rank 0.
+/// The values saved after `steps` steps on these ranks, by rank 0.
 struct Saved {
   StateDict model;
   OptimizerStateDict optimizer;
@@ -237,7 +237,7 @@ TEST_ON_RANKS(OptimizerStates, AMomentumMayBeginLater, 2) {
 
 // ------------------------------------------------------------------------------------- refusals
 
-/// What every rank says of a `change`d dict; nothing may have been written.
+/// Returns what every rank says of a `change`d dict; nothing may have been written.
 std::vector<std::string> refusals(int count,
                                   const std::function<void(World&, OptimizerStateDict&)>& change,
                                   Strict strict = Strict::kYes) {

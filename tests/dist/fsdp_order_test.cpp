@@ -108,7 +108,7 @@ TEST(Order, RanksWithOtherPoliciesAreRefusedBeforeTheFirstGather) {
 
 // --------------------------------------------------------------------------------------- prefetch
 
-/// What one rank issues and computes, in order: "gather block1", "compute block1", "reduce block1".
+/// The events of one rank in order: "gather block1", "compute block1", "reduce block1".
 struct Log {
   std::mutex mutex;
   std::map<int, std::vector<std::string>> lines;

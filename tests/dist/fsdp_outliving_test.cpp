@@ -1,5 +1,5 @@
-// What outlives the handle that it came from: optimizers, scalers, inner handles, views, watches.
-// Each goes on with what it holds, or says what is missing; none reads freed memory.
+// Objects that outlive their handle: optimizers, scalers, inner handles, views, watches. Each
+// continues with what it holds, or says what is missing; none reads freed memory.
 
 #include <limits>
 
@@ -27,7 +27,7 @@ std::vector<std::string> names_of(const std::vector<OptimizerState>& states) {
   return names;
 }
 
-/// Takes the memory that was just freed, so that whoever still reads it reads something else.
+/// Takes the memory that was just freed, so that a late reader reads something else.
 std::vector<std::string> litter() {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < 4000; ++i) names.emplace_back(16 + i % 2000, 'x');
@@ -336,7 +336,7 @@ TEST_ON_RANKS(Inner, WeightGradientsOwedToAUnitThatIsGoneAreDroppedByName, 1) {
 TEST_ON_RANKS(MovedFrom, HandlesSayThatTheyAre, 1) {
   auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
   const auto now = std::move(handle);
-  // What is left of it is what this is about.
+  // The test is about its moved-from state.
   const auto& left = handle;  // NOLINT(bugprone-use-after-move)
   const auto told = Says("a handle that was moved from");
   EXPECT_THAT(thrown_by([&] { make_sgd(left, {}); }), told);

@@ -125,8 +125,8 @@ TEST_P(ParametersOnRanks, OneEmptyTensorInTwoModulesIsOneParameter) {
   });
 }
 
-// Frozen is decided when a model is sharded; a later change is an error, not a gradient that nobody
-// reduces.
+// Frozen is decided when a model is sharded; a later change is an error, not a gradient that is
+// never reduced.
 TEST_P(ParametersOnRanks, AFrozenParameterThatIsUnfrozenAfterShardingIsRefusedAtItsGradient) {
   const auto errors = errors_of(GetParam(), [](World& world) {
     auto module = std::make_shared<Odd>();
@@ -258,7 +258,7 @@ TEST_ON_RANKS(Parameters, OfAnotherHandleAreRefused, 1) {
               Says("another handle has sharded"));
 }
 
-// Naive: libtorch's register_hook drops ours, and gradients go where nobody reduces them.
+// Naive: libtorch's register_hook drops ours, and gradients go where they are never reduced.
 TEST_ON_RANKS(Parameters, AHookOnTheModulesTensorIsRefusedByName, 1) {
   auto block = std::make_shared<Block>(1, 4);
   auto handle = fully_shard(block, data_mesh(world));

@@ -147,7 +147,7 @@ std::int64_t held_after_forward(World& world, int blocks, RecomputeMode mode) {
   return held;
 }
 
-// What a block holds is what one block more adds: nothing else of the model depends on it.
+// A block holds what one block more adds: nothing else of the model depends on it.
 TEST(RecomputeBytes, ABlockHoldsItsInputAndInSelectiveModeItsProducts) {
   for (const int count : {1, 2}) {
     ranks(count).run([](World& world) {
@@ -219,7 +219,7 @@ TEST(RecomputeOrder, BackwardTwiceOverARetainedGraphFindsWhatWasKeptAgain) {
 }
 
 // A frozen base below a trainable part: its weights are needed again for the gradient of the input.
-TEST_ON_RANKS(RecomputeFrozen, AFrozenProductBesideATrainableOneGivesTheBitsOfThePlainCall, 2) {
+TEST_ON_RANKS(RecomputeFrozen, AFrozenProductNextToATrainableOneGivesTheBitsOfThePlainCall, 2) {
   const auto run = [&](RecomputeMode mode) {
     auto chain = std::make_shared<KeptChain>(kBlocks, mode);
     for (const auto& block : chain->blocks) block->a.set_requires_grad(false);

@@ -227,7 +227,7 @@ TEST_ON_RANKS(RecomputeMore, ABackwardTwiceOverARetainedGraph, 2) {
   }
 }
 
-// Naive: the nested backward gives every parameter inside its gradient, which nobody asked for and
+// Naive: the nested backward gives every parameter inside its gradient, which was not asked for and
 // the next step takes.
 class RecomputeRefusals : public ::testing::TestWithParam<DataLayout> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, RecomputeRefusals, every_data_layout(), name_of);
@@ -276,7 +276,7 @@ TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedOutsideOfUnits) {
   EXPECT_FALSE(plain.a.grad().defined());
 }
 
-// Naive: the first run makes a forward whose graph nobody keeps, and the second one is told to be
+// Naive: the first run makes a forward whose graph is dropped, and the second one is told to be
 // deterministic, which it is.
 TEST(RecomputeErrors, GradModeThatTheFunctionLeavesOnOverAUnitsCallIsNamed) {
   const auto run = [](World& world, bool ends) {

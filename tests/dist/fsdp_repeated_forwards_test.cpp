@@ -139,7 +139,7 @@ TEST(RepeatedForwards, FrozenUnitsAndTheirMemory) {
   }
 }
 
-// One tensor in two units: their root holds it, and lends it to both in either run.
+// One tensor in two units: their root owns it, and shares it with both in either run.
 TEST(RepeatedForwards, TiedParametersOfSeveralUnits) {
   for (const auto around : kEverywhere) {
     ranks(2).run([around](World& world) {
@@ -203,7 +203,7 @@ TEST(RepeatedForwards, AUnitThatIsCalledSeveralTimesInOneCheckpoint) {
   }
 }
 
-// What a function computes without grad mode it computes so again.
+// A function without grad mode computes so again.
 TEST(RepeatedForwards, AUnitWithoutGradModeInsideACheckpoint) {
   for (const auto around : {Around::kAll, Around::kAllAndMore, Around::kRoot}) {
     ranks(2).run([around](World& world) {
@@ -335,7 +335,7 @@ TEST(RepeatedForwards, AHookOfABackwardThatCallsTheModelIsRefused) {
   }
 }
 
-// Of another model that the backward does not go through: an ordinary evaluation.
+// The hook runs another model that the backward does not go through: an ordinary evaluation.
 TEST(RepeatedForwards, AHookMayEvaluateAnotherModel) {
   ranks(2).run([](World& world) {
     ShardedNet model(world, std::make_shared<Net>(1));

@@ -325,7 +325,7 @@ TEST_ON_RANKS(GradScaler, MovesBetweenStepsOnly, 2) {
   EXPECT_TRUE(scaler->update(handle, gradient_norm(handle)));
 }
 
-// Naive: what is left of a step is divided by a scale that nobody multiplies by any more.
+// Naive: the rest of a step is divided by a scale that nothing multiplies by any more.
 TEST(GradScaler, OneThatEndsInTheMiddleOfAStepIsMissed) {
   const auto errors = errors_of(1, [](World& world) {
     auto handle =

@@ -1,4 +1,4 @@
-// What trainers build from the controls: schedules of micro-batches, with the collectives that they
+// Schedules that trainers build from the controls: micro-batches, with the collectives that they
 // issue, and modules that keep something of their own between calls.
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/normalization.h>
@@ -124,7 +124,7 @@ TEST_P_ON_RANKS(Schedules, TwoForwardsOfRecomputedUnitsAndOneBackward, GetParam(
   }
 }
 
-// Memory that would have stayed is given back by hand; the backward gathers it again.
+// Memory that would have stayed is resharded by hand; the backward gathers it again.
 TEST_P_ON_RANKS(Schedules, UnitsThatStayMayBeGivenBackByHandAfterForward, GetParam().first) {
   Twins twins(world, GetParam().second);
   twins.handle().set_reshard_after_forward(false);

@@ -160,7 +160,7 @@ TEST_P_ON_RANKS(StateDicts, AModelMadeWithoutStorageTrainsOnceItIsLoaded, GetPar
               }));
 }
 
-// Naive: zeros, or whatever the memory held.
+// Naive: zeros, or any values that the memory held.
 TEST(StateDictErrors, AForwardThroughParametersThatNeverGotValuesIsRefused) {
   for (const int count : {1, 2}) {
     const auto errors = errors_of(count, [](World& world) {
@@ -180,7 +180,7 @@ TEST(StateDictErrors, AForwardThroughParametersThatNeverGotValuesIsRefused) {
 
 // ------------------------------------------------------------------------------------- refusals
 
-/// What every rank says of `change`d entries; nothing may have been written.
+/// Returns what every rank says of `change`d entries; nothing may have been written.
 std::vector<std::string> refusals(int count, const std::function<void(World&, StateDict&)>& change,
                                   Strict strict = Strict::kYes) {
   return errors_of(count, [&](World& world) {

@@ -1,4 +1,4 @@
-// set_trainable: what it refuses before anything moves, and what it does beside other controls.
+// set_trainable: what it refuses before anything moves, and its effect with other controls.
 
 #include "dist/trainable_changes.h"
 #include "support/plain.h"
@@ -141,10 +141,10 @@ TEST(TrainableRefused, RequiresGradOfAShardIsNamedAtTheNextForward) {
   }
 }
 
-class TrainableBeside : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, TrainableBeside, ::testing::Values(1, 2, 3, 4));
+class TrainableAndControls : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, TrainableAndControls, ::testing::Values(1, 2, 3, 4));
 
-TEST_P_ON_RANKS(TrainableBeside, ADivideFactorHoldsForWhatIsTrainedLater, GetParam()) {
+TEST_P_ON_RANKS(TrainableAndControls, ADivideFactorHoldsForWhatIsTrainedLater, GetParam()) {
   const auto gradients = [&](bool frozen_first) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     if (frozen_first) set_trainable(model.handle, {freeze({"block1.*"})});
@@ -162,8 +162,8 @@ TEST_P_ON_RANKS(TrainableBeside, ADivideFactorHoldsForWhatIsTrainedLater, GetPar
   expect_same(gradients(true), gradients(false));
 }
 
-// Two optimizers of parts: each goes on with its own.
-TEST_P_ON_RANKS(TrainableBeside, OptimizersOfPartsKeepTheirParts, GetParam()) {
+// Two optimizers of parts: each continues with its own.
+TEST_P_ON_RANKS(TrainableAndControls, OptimizersOfPartsKeepTheirParts, GetParam()) {
   const auto run = [&](bool changes) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);
     const auto one = make_sgd(*model.chain->handles[0], sgd(0.1, 0.9));
@@ -187,8 +187,9 @@ TEST_P_ON_RANKS(TrainableBeside, OptimizersOfPartsKeepTheirParts, GetParam()) {
   }
 }
 
-// They are bf16 parameters from then on, with a master beside them when they are trained again.
-TEST_P_ON_RANKS(TrainableBeside, WhatWasReplicatedIsTrainedAgainFromItsRoundedValues, GetParam()) {
+// They are bf16 parameters from then on, with a master when they are trained again.
+TEST_P_ON_RANKS(TrainableAndControls, WhatWasReplicatedIsTrainedAgainFromItsRoundedValues,
+                GetParam()) {
   const auto policy = in_bfloat16();
   const auto chain = std::make_shared<Chain>(1, 2, kWidth);
   chain->shard_blocks(data_mesh(world), policy);
@@ -216,9 +217,9 @@ TEST_P_ON_RANKS(TrainableBeside, WhatWasReplicatedIsTrainedAgainFromItsRoundedVa
   optimizer->step();
 }
 
-// Naive: the shard's new values with the bits beside the old ones. The write leaves out ranks that
-// own nothing of the parameter, as users do.
-TEST_ON_RANKS(TrainableBesideWrites, RanksThatOwnNothingAtTheTimeOfAWriteJoinNoOldBits, 3) {
+// Naive: the shard's new values with the bits of the old ones. The write leaves out ranks that own
+// nothing of the parameter, as users do.
+TEST_ON_RANKS(TrainableAndWrites, RanksThatOwnNothingAtTheTimeOfAWriteJoinNoOldBits, 3) {
   // 13 elements: one rank of three owns all of them until the large parameter leaves.
   std::vector<Tensors> ends;
   for (const bool changes : {false, true}) {
@@ -247,7 +248,7 @@ TEST_ON_RANKS(TrainableBesideWrites, RanksThatOwnNothingAtTheTimeOfAWriteJoinNoO
   expect_same(ends[1], ends[0]);
 }
 
-TEST_P(TrainableBeside, AFailedStepIsForgottenFirst) {
+TEST_P(TrainableAndControls, AFailedStepIsForgottenFirst) {
   if (GetParam() == 1) return;
   ranks(GetParam()).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);

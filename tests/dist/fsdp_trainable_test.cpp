@@ -1,5 +1,5 @@
 // set_trainable: what is frozen and unfrozen between steps moves with its values and its optimizer
-// state, and the run goes on as an unsharded one does.
+// state, and the run continues as an unsharded one does.
 #include <torch/optim/adamw.h>
 
 #include <mutex>
@@ -39,8 +39,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Trainable,
                                            Layout{4, 2}),
                          ::testing::PrintToStringParamName());
 
-/// What changes before which step: whole units, single parameters of a unit, parameters that were
-/// trained before and ones that were not.
+/// Returns the changes before a step: whole units, single parameters of a unit, parameters that
+/// were trained before and ones that were not.
 std::vector<TrainableChange> changes_before(int step) {
   switch (step) {
     case 1:
@@ -161,7 +161,7 @@ class WholeState {
   Tensors tensors_;
 };
 
-// 16-bit shards too: the halves of their masters are what would be lost without a word.
+// Covers 16-bit shards: otherwise the halves of their masters would be lost silently.
 TEST_P(Trainable, EveryBitOfOptimizerStateComesBackAfterFreezingAndUnfreezing) {
   WholeState before, after;
   run([&](World& world, const Mesh& mesh) {

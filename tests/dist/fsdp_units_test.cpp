@@ -1,4 +1,4 @@
-// What a call of a unit casts: its inputs, its outputs, and what ranks agree on about that.
+// The casts of a unit's call: its inputs, its outputs, and what ranks agree on about that.
 
 #include "support/plain.h"
 #include "support/ranks.h"
@@ -95,7 +95,7 @@ TEST_P_ON_RANKS(UnitsOnRanks, AUnitsOwnOutputDtypeHoldsWhereverItStands, GetPara
   backward(y.to(at::kFloat).sum());
 }
 
-/// What both ranks say when rank 1 shards with `change`d policy.
+/// Returns what both ranks say when rank 1 shards with `change`d policy.
 std::string disagreement(const std::function<void(PrecisionPolicy&)>& change) {
   return thrown_by([&] {
     ranks(2).run([&](World& world) {

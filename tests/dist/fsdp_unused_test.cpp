@@ -52,7 +52,7 @@ TEST_P_ON_RANKS(UnusedOnRanks, UsedOnOneRankHasAGradientEverywhere, GetParam()) 
   }
 }
 
-// Naive: a gradient of zeros: weight decay, momentum and Adam's averages move what nobody used.
+// Naive: a gradient of zeros: weight decay, momentum and Adam's averages move what no rank used.
 TEST_P_ON_RANKS(UnusedOnRanks, UsedOnNoRankHasNoGradientAndIsNotStepped, GetParam()) {
   for (const bool adam : {true, false}) {
     auto handle = fully_shard(std::make_shared<Partly>(-1), data_mesh(world));
@@ -287,8 +287,8 @@ TEST(SharedAcrossUnits, UsesOfTwoUnitsAddUnrounded) {
   });
 }
 
-// 1 by the root, 256 by the unit, -256 by the root behind it: naive, what the root does with the tensor
-// is one use for autograd with what the unit does, whose own sum is 0.
+// 1 by the root, 256 by the unit, -256 by the root after it. Naive: what the root does with the
+// tensor is one use for autograd with what the unit does, whose own sum is 0.
 TEST(SharedAcrossUnits, UsesOfAUnitAndOfTheCodeAroundItAddUnrounded) {
   struct Use : torch::nn::Module {
     explicit Use(const at::Tensor& w) : weight(register_parameter("weight", w)) {}

@@ -32,8 +32,8 @@ std::shared_ptr<Fused> in_columns() {
                                  flat.select(1, 2 * kWidth));
 }
 
-/// With memory of its own for each.
-std::shared_ptr<Fused> apart(const Fused& fused) {
+/// Copies the module, with memory of its own for each.
+std::shared_ptr<Fused> separate(const Fused& fused) {
   const auto own = [](const at::Tensor& tensor) {
     return tensor.detach().clone(at::MemoryFormat::Contiguous);
   };
@@ -44,7 +44,7 @@ class ViewsOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, ViewsOnRanks, ::testing::Values(1, 2, 3));
 
 void expect_trains(World& world, const std::shared_ptr<Fused>& module) {
-  const auto plain = apart(*module);
+  const auto plain = separate(*module);
   auto handle = fully_shard(module, data_mesh(world));
   for (int step = 0; step < 2; ++step) {
     handle.zero_grad();
@@ -60,7 +60,7 @@ TEST_P_ON_RANKS(ViewsOnRanks, DisjointOnesTrainAsUnsharded, GetParam()) {
   expect_trains(world, in_columns());
 }
 
-// Of several buckets, each of which is laid out by itself.
+// A unit of several buckets, each of which is laid out by itself.
 TEST_P_ON_RANKS(ViewsOnRanks, OfSeveralBucketsTrainToo, GetParam()) {
   PrecisionPolicy policy;
   PrecisionRule rule;

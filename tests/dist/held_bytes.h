@@ -10,8 +10,8 @@
 
 namespace tessera::test {
 
-/// While alive counts the bytes that this thread's tensors take, less those that they give back. On
-/// CPUs backward runs on the thread that calls it.
+/// While alive counts the bytes that this thread's tensors take, less those that they free. On CPUs
+/// backward runs on the thread that calls it.
 class HeldBytes {
  public:
   HeldBytes() : guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {}

@@ -1,5 +1,5 @@
-// What a checkpoint of adapters may say, wherever it is read: another text than ours is refused
-// before anything is written. And what is written: W + alpha / rank * B A, in whatever parts.
+// A checkpoint of adapters as every reader takes it: another text than ours is refused before
+// anything is written. What is written is W + alpha / rank * B A, in any parts.
 
 #include <fstream>
 
@@ -53,7 +53,7 @@ class LoraSource : public ::testing::Test {
       manifest.tensors[key].dtype = DType::kInt32;
     });
   }
-  /// What each reader of adapters says of them.
+  /// Returns the refusals of each reader of adapters.
   std::vector<std::string> refusals() const {
     const train::ModelSource source = opened();
     const auto of = [&](const auto& read) { return error_of(ErrorKind::kFormat, read); };

@@ -108,7 +108,7 @@ TEST(ManyRanks, ARankThatDoesNotComeIsNamed) {
 }
 
 /// The others are connecting to a rank that fails instead: their waits end at once, and the ranks
-/// can go on together.
+/// can continue together.
 void fail_while_connecting(const std::function<void(comm::Group&)>& send) {
   const int ranks = many(ThreadBackend::kGloo);
   WorldOptions options;

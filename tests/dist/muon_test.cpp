@@ -89,14 +89,15 @@ struct Run {
   int steps = 1;
 };
 
-/// After each step of `run`: of each parameter this rank's elements, on the host, and the whole's that they are.
+/// Called after each step of `run` for each parameter: this rank's elements, on the host, and the
+/// whole's.
 using See = std::function<void(int step, std::size_t parameter, const at::Tensor& found,
                                const std::function<at::Tensor(const at::Tensor& whole)>& part)>;
 
 void train(const Run& run, World& world, const See& see) {
   const auto& [name, count, replicas, tensor, cuts] = run.layout;
   const auto mesh = world.mesh(MeshShape::dense(1, replicas, count / replicas / tensor, 1, tensor));
-  // Products of devices are libtorch's: the simulated one's are split by the threads that there are.
+  // Products of devices are libtorch's: the simulated device splits them by its number of threads.
   if (!world.device().is_cpu()) at::set_num_threads(1);
   const int coordinate = mesh.coordinate(axis::kTensor);
   std::vector<at::Tensor> locals;
@@ -234,8 +235,9 @@ TEST(Muon, HundredStepsArePyTorchsWithinRounding) {
       train({{}, shapes, {}, muon(options), 100}, world, see);
       EXPECT_EQ(at_number, expected.size());
       // Values are near 1, where fp32's half step is 3e-8, and rounded twice a step; small singular
-      // values of a momentum grow by 3.4445^5 = 485 in an iteration, and fp32's noise in them with it,
-      // to 485 x 6e-8 of a step's 0.02: some 6e-7 each, a hundred times at random signs that decay.
+      // values of a momentum grow by 3.4445^5 = 485 in an iteration, and fp32's noise in them with
+      // it, to 485 x 6e-8 of a step's 0.02: some 6e-7 each, a hundred times at random signs that
+      // decay.
       EXPECT_LT(largest, 2e-6) << name;
       RecordProperty("largest_" + name, concat(largest));
     });

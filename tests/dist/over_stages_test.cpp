@@ -1,5 +1,5 @@
-// What rank 0 gives away of a model whose stages lie on several ranks: every gradient once, whole,
-// whichever stage it is of.
+// Rank 0's gradients of a model whose stages lie on several ranks: every gradient once, whole, from
+// every stage.
 
 #include "base/hash.h"
 #include "fsdp/handle.h"

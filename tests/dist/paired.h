@@ -1,6 +1,6 @@
-// Toy stages whose forwards and backwards take turns, drawn from a seed, and lists of slots in which
-// some forwards stand beside backwards: what pairs of a step scope are tested with. A list is run as
-// pairs and, by another model of the same weights, in turn.
+// Toy stages whose forwards and backwards take turns, drawn from a seed, and lists of slots in
+// which some forwards are paired with backwards, for tests of a step scope's pairs. A list is run
+// as pairs and, by another model of the same weights, in turn.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -77,7 +77,7 @@ struct Passage : torch::autograd::Function<Passage> {
   }
 };
 
-/// What a rank's toy exchanges with, and how.
+/// The exchanges of a rank's toy: over which axis, and how.
 struct Exchanges {
   parallel::Axis axis;
   std::shared_ptr<FaultSites> sites = std::make_shared<FaultSites>();
@@ -231,7 +231,7 @@ struct PairedSlot {
   char kind;
   int stage;
   int micro_batch;
-  std::optional<std::pair<int, int>> forward = std::nullopt;  ///< beside this B or I
+  std::optional<std::pair<int, int>> forward = std::nullopt;  ///< paired with this B or I
 };
 
 inline std::string to_string(const std::vector<PairedSlot>& slots) {
@@ -243,7 +243,7 @@ inline std::string to_string(const std::vector<PairedSlot>& slots) {
   return text;
 }
 
-/// Keeps micro-batches in order on each stage, and is random beside that.
+/// Keeps micro-batches in order on each stage, and is random otherwise.
 inline std::vector<PairedSlot> drawn_slots(std::mt19937_64& random, int stages, int micro_batches) {
   const auto count = static_cast<std::size_t>(stages);
   std::vector<int> forwards(count), backwards(count);  // done, in order
@@ -284,8 +284,8 @@ inline std::vector<PairedSlot> drawn_slots(std::mt19937_64& random, int stages, 
   }
 }
 
-/// A step of a rank: the slots inside a scope, messages between stages replaced by detached tensors.
-/// Results and gradients of inputs stay, by name.
+/// A step of a rank: the slots inside a scope, messages between stages replaced by detached
+/// tensors. Results and gradients of inputs stay, by name.
 class PairedStep {
  public:
   enum class How : std::uint8_t { kInTurn, kAsPairs };
@@ -362,7 +362,7 @@ class PairedStep {
   Tensors results_;
 };
 
-/// One step, with each stage given back and reduced where it is over. Returns results and whole
+/// Runs one step, with each stage resharded and reduced where it is over. Returns results and whole
 /// gradients, which are cleared.
 inline Tensors run_slots(World& world, PairedModel& model, const std::vector<PairedSlot>& slots,
                          PairedStep::How how, StepScopeOptions options, int step) {

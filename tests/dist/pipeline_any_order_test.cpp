@@ -21,7 +21,7 @@ at::Tensor signs(std::uint64_t seed, std::int64_t rows) {
   return at::sign(seeded(seed, {rows, kWidth}));
 }
 
-/// One 1 or -1 a row, and a bias of these: a weight whose gradient may be put off, and one whose
+/// One 1 or -1 a row, and a bias of these: a weight whose gradient may be deferred, and one whose
 /// gradient comes at once.
 std::shared_ptr<nn::Linear> line(int stage) {
   const at::NoGradGuard no_grad;

@@ -1,6 +1,6 @@
-// The runner over messages as NCCL has them: two ranks are connected inside the first message of a way
-// between them, which holds up its rank until the other end comes to it; and what is sent first is
-// received first, whatever it is.
+// The runner over messages as NCCL has them: two ranks are connected inside the first message
+// between them, which holds up its rank until the other end comes to it; and the first message sent
+// is the first received, with any content.
 
 #include <array>
 #include <chrono>
@@ -18,7 +18,7 @@ namespace {
 using namespace tessera::pipeline;  // NOLINT(google-build-using-namespace): what is tested
 using comm::P2PRoute;
 
-/// What the ranks of one pipeline share.
+/// The state that the ranks of one pipeline share.
 class Ways {
  public:
   explicit Ways(std::chrono::milliseconds patience) : patience_(patience) {}
@@ -108,7 +108,7 @@ Left run_like_nccl(const ValidProgram& program, const Toy& toy, Ways& ways, Conn
     Runner runner(ties);
     const Mine mine(toy, program.schedule(), world.rank());
     const auto results = runner.run(program, mine.pointers(), {});
-    // Of forwards alone the ways are connected already.
+    // Forwards alone are connected already.
     runner.run(ValidProgram(forward_only(program.schedule()), Passes::kForward), mine.pointers(),
                {});
     const std::lock_guard lock(mutex);

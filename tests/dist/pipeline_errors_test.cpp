@@ -1,5 +1,5 @@
-// What a pipeline refuses, and how it ends: every rank, with the place by name, and ready for the
-// next step after recover().
+// Refusals and failures of a pipeline: every rank ends, with the place by name, and is ready for
+// the next step after recover().
 
 #include <atomic>
 
@@ -20,7 +20,7 @@ ValidProgram program_of(Kind kind, int ranks, int micro_batches) {
       make_schedule(kind, {ranks, pipeline::row_of(kind).stages_per_rank, micro_batches}));
 }
 
-/// What each rank is told where its stages are those of `toy_of(rank)`.
+/// Returns what each rank is told where its stages are those of `toy_of(rank)`.
 template <class ToyOf>
 std::vector<std::string> errors_with(const std::vector<ValidProgram>& programs,
                                      const ToyOf& toy_of) {

@@ -1,4 +1,4 @@
-// The runner beside the same stages in one process, one micro-batch after the other: every kind of
+// The runner against the same stages in one process, one micro-batch after the other: every kind of
 // schedule, any valid one, messages that take their time; and what is refused.
 #include <ATen/ATen.h>
 
@@ -170,8 +170,8 @@ struct Swapped {
   }
 };
 
-// Of equal shapes nothing is refused: what comes out is compared. GPipe sends all before any of it
-// is waited for, so that no wait is in the way.
+// With equal shapes nothing is refused: results are compared. GPipe sends all before any of it is
+// waited for, so that no wait is in the way.
 TEST(PipelineRunner, MessagesThatAreSwappedAreCaught) {
   using Direction = comm::P2PTag::Direction;
   constexpr int kMicroBatches = 6;
@@ -275,7 +275,7 @@ TEST(PipelineRunner, TheTurnOfAVSendsNothing) {
   EXPECT_EQ(seen.tags().size(), 4U * 2 * (3 + 3));
 }
 
-// Of a result that is looked after by itself: more than a megabyte.
+// The size of a result that is compared by itself: more than a megabyte.
 constexpr std::int64_t kLarge = 300'000;
 
 /// Results whose memory it watches.

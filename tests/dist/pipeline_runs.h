@@ -57,7 +57,7 @@ struct Mine {
     for (const auto& stage : stages) result.push_back(stage.get());
     return result;
   }
-  /// What a step has left here.
+  /// Adds the results of a step on this rank.
   void add_to(Left& left, const std::vector<pipeline::Tensors>& results) const {
     for (const auto& result : results) left.losses.push_back(result.at(0));
     for (std::size_t i = 0; i < ids.size(); ++i) add_gradients(left, ids[i], *stages[i]);

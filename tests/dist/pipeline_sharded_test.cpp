@@ -1,4 +1,4 @@
-// A user's pipeline over sharded stages (tessera/pipeline.h) beside the same model, layout and
+// A user's pipeline over sharded stages (tessera/pipeline.h) against the same model, layout and
 // micro-batches without one: losses, gradients and weights bit for bit.
 
 #include <fstream>
@@ -72,7 +72,7 @@ class Part : public torch::nn::Module {
       }
     }
   }
-  /// Of one of its stages, or of all of them.
+  /// Runs one of its stages, or all of them.
   at::Tensor forward(int which, const at::Tensor& x) {
     at::Tensor y = x;
     for (const int stage : stages_) {
@@ -93,7 +93,7 @@ class Part : public torch::nn::Module {
   std::vector<int> stages_;
 };
 
-/// What kSteps steps leave, of each data rank and of the whole model.
+/// The results of kSteps steps, of each data rank and of the whole model.
 struct Result {
   std::map<std::pair<int, int>, std::vector<at::Tensor>> losses;  ///< by data rank and step
   std::map<int, Tensors> gradients;                               ///< by step
@@ -291,7 +291,7 @@ TEST(PipelineOfHandles, StagesThatAreSetAnewAreRecordedAnew) {
 /// Where on one rank of four something throws.
 enum class Midst : std::uint8_t { kForward, kInputGradient, kWeightGradient };
 
-/// Of this thread, which runs a rank's stages: throws when a W adds a weight's gradient.
+/// Belongs to this thread, which runs a rank's stages: throws when a W adds a weight's gradient.
 class ThrowsInWeightGradient {
  public:
   explicit ThrowsInWeightGradient(std::function<void()> mishap)

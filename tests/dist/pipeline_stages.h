@@ -131,7 +131,7 @@ class ToyStage : public pipeline::Stage {
   std::map<std::int64_t, at::Tensor> totals_;
 };
 
-/// What a step leaves: losses in the order of micro-batches, gradients by parameter.
+/// The results of a step: losses in the order of micro-batches, gradients by parameter.
 struct Left {
   std::vector<at::Tensor> losses;
   std::map<std::string, at::Tensor> gradients;

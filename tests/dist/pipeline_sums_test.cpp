@@ -1,5 +1,5 @@
-// Sums of bf16 gradients in a pipeline: unrounded, whatever the schedule, also where two ends of it
-// hold a copy each.
+// Sums of bf16 gradients in a pipeline: unrounded in every schedule, also where two ends of it hold
+// a copy each.
 
 #include <mutex>
 
@@ -13,7 +13,7 @@
 namespace tessera::test::pipeline_sums_test {
 namespace {
 
-/// What the stages share, and how it lies.
+/// The shared parameters of stages, and their layout.
 struct Layout {
   int replicas = 1;
   int shards = 2;
@@ -67,7 +67,7 @@ class Factors : public torch::nn::Module {
   std::shared_ptr<Sharded<Factor>> copy_;
 };
 
-/// Of all ranks by name, those of two steps one behind the other: as many as ranks have it.
+/// The sums of all ranks by name, those of two steps one after the other: as many as ranks have it.
 using Sums = std::map<std::string, std::vector<double>>;
 
 /// Two steps in which each factor is given `values`, a micro-batch each, on every data rank.
@@ -179,7 +179,7 @@ TEST(PipelineSums, CopiesAreAddedAsTheyWereSummedWhateverTheWireHas) {
       const Sums sums =
           sums_of(options_of(kind, StepReshard::kStep, false), layout, {256, 1, 0, 0});
       for (const double sum : sums.at("shared.linear.weight")) EXPECT_EQ(sum, 514.0);
-      // What is no copy goes over the wire of the replicas.
+      // A gradient that is no copy goes over the wire of the replicas.
       for (const double sum : sums.at("factor0.linear.weight")) {
         EXPECT_EQ(sum, replicas == 1 ? 257.0 : 256.0);
       }

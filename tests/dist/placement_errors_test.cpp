@@ -100,7 +100,7 @@ TEST(PlacementErrors, AContractThatIsNotWhatTheModuleDoes) {
               Each(Says("parameter w2", "another shape")));
 }
 
-// Naive: groups made from what the contract says, whatever the mesh: summed on one rank alone.
+// Naive: groups made from the contract, not the mesh: summed on one rank alone.
 TEST(PlacementErrors, AContractThatOwesOtherSums) {
   EXPECT_THAT(errors_with_contract(
                   "norm", [](GradContract& contract) { contract.reductions.shard_axes.clear(); }),

@@ -141,7 +141,7 @@ TEST_P(Placements, StepsAreThoseOfTheWholeModel) {
   });
 }
 
-// What is gathered and reduced, bucket by bucket, follows from the contract and the mesh alone.
+// The gathers and reductions of each bucket follow from the contract and the mesh alone.
 TEST_P(Placements, BucketsAreThoseOfThePurePlan) {
   on_ranks([&](CutSharded& sharded) {
     const auto contract = sharded.handle->contract();
@@ -291,8 +291,8 @@ ShardOptions declared(const ParameterLayout& layout) {
   return options;
 }
 
-// torchtitan's router: summed over tp in bf16, 1 + 2^-10 is 1. Here it stays, whatever the storage,
-// also behind a micro-batch that is not reduced.
+// torchtitan's router: summed over tp in bf16, 1 + 2^-10 is 1. Here it stays, for every storage
+// dtype, also after a micro-batch that is not reduced.
 TEST_ON_RANKS(PlacementSums, OverTpAreFormedInTheReduceDtype, 2) {
   auto policy = in_bfloat16();
   policy.cast_forward_inputs = false;

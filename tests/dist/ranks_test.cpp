@@ -1,4 +1,4 @@
-// What tests compare with: two tensors are the same where their bits are.
+// The comparison of tests: two tensors are the same where their bits are.
 #include "support/ranks.h"
 
 #include <limits>

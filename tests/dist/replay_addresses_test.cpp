@@ -1,5 +1,5 @@
-// Where gathered parameters, slots and the memory of regions lie is the same in each replayed step, so
-// that what is recorded of a region's addresses (a CUDA graph) holds in the steps behind it.
+// The addresses of gathered parameters, slots and regions' memory are the same in each replayed
+// step, so that a recording with a region's addresses (a CUDA graph) holds in later steps.
 #include <optional>
 
 #include "base/test_hooks.h"
@@ -9,7 +9,7 @@
 namespace tessera::test::replay_addresses_test {
 namespace {
 
-/// What of a step lies where, in its order.
+/// The addresses in a step, in its order.
 using Addresses = std::vector<std::pair<std::string, const void*>>;
 
 /// A unit that is a region, or its recomputation is.
@@ -51,8 +51,8 @@ class Layers : public torch::nn::Module {
   std::vector<std::shared_ptr<Sharded<Layer>>> handles;
 };
 
-/// Notes what a step finds where, on its thread: slots as gradients reach them, blocks as regions take
-/// them, and with each where the unit is gathered.
+/// Notes the addresses in a step, on its thread: slots as gradients reach them, blocks as regions
+/// take them, and with each where the unit is gathered.
 class Notes {
  public:
   explicit Notes(const Layers& model)
@@ -66,7 +66,7 @@ class Notes {
   Notes(const Notes&) = delete;
   Notes& operator=(const Notes&) = delete;
 
-  /// Of this thread: slots are seen by a hook of the process.
+  /// The notes of this thread: slots are seen by a hook of the process.
   static Notes*& here() {
     thread_local Notes* notes = nullptr;
     return notes;

@@ -1,4 +1,4 @@
-// Memory of replayed regions that is free rests where an eager step has most.
+// Free memory of replayed regions is decommitted where an eager step has most.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -70,7 +70,7 @@ void expect_same_steps(Twins& twins, const Attention& attention, int steps) {
   }
 }
 
-// Naive: each of libtorch's may draw random numbers, whatever its arguments are.
+// Naive: each of libtorch's may draw random numbers, with any arguments.
 TEST(ReplayModules, AttentionThatDropsNothingIsReplayed) {
   for (std::uint64_t seed = 1; seed <= 16; ++seed) {
     std::mt19937_64 draw(seed);

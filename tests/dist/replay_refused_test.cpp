@@ -1,5 +1,6 @@
-// What can not be replayed stays eager, by its reason, and computes what it computed before; what a
-// recording can not see is found by comparing; errors leave what can be used again.
+// A region that cannot be replayed stays eager, by its reason, and computes what it computed
+// before; what a recording cannot see is found by comparing; after errors the region can be used
+// again.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -90,7 +91,7 @@ TEST(ReplayRefuses, SizesThatFollowFromData) {
   expect_eager(body, {"sizes that follow from data, of aten::nonzero"});
 }
 
-TEST(ReplayRefuses, MemoryThatAKernelBesideTheDispatcherWrites) {
+TEST(ReplayRefuses, MemoryThatAKernelOutsideTheDispatcherWrites) {
   const auto body = [](Part& part, const Several& in) {
     const at::Tensor mine = at::empty({3, Part::kWidth});
     const float* from = in[0].const_data_ptr<float>();
@@ -168,7 +169,7 @@ TEST_ON_RANKS(ReplayRefuses, ArgumentsThatShareMemory, 2) {
     return part.region({x, x.slice(1, 0, 1)},
                        [&part](const Several& in) { return Several{part.layer(in[0]) * in[1]}; });
   };
-  // What the two give back is added up here as there: one use each.
+  // The two results are added up here as there: one use each.
   expect_eager(world, run, {"arguments that share memory"});
 }
 
@@ -246,7 +247,7 @@ TEST_ON_RANKS(ReplayRefuses, WeightGradientsThatArePutOff, 2) {
   Twins twins(data_mesh(world), one_layer());
   for (int step = 0; step < 2 * kSteps; ++step) {
     SCOPED_TRACE(concat("step ", step));
-    // What was recorded was not put off.
+    // The recorded products were not deferred.
     const bool defers = step > kRecordings && step % 3 == 2;
     twins.both([&](Sharded<Model>& handle) {
       handle.set_defer_weight_gradients(defers);
@@ -260,8 +261,8 @@ TEST_ON_RANKS(ReplayRefuses, WeightGradientsThatArePutOff, 2) {
   EXPECT_GT(twins.calls().replayed, 0);
 }
 
-// Naive: the operand of the product that is put off is gone once autograd has used what was handed
-// out, the gradient of another argument.
+// Naive: the operand of the deferred product is gone once autograd has used what was handed out,
+// the gradient of another argument.
 TEST_ON_RANKS(ReplayPutsOff, ProductsOfWhatIsHandedOut, 1) {
   Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
     Part& part = *model.parts[0];
@@ -372,7 +373,7 @@ TEST(ReplayFinds, WhatTheHostReadThroughPointers) {
 }
 
 // In place over memory that an operation has written.
-TEST(ReplayFinds, AKernelBesideTheDispatcherThatChangesAResult) {
+TEST(ReplayFinds, AKernelOutsideTheDispatcherThatChangesAResult) {
   const auto body = [](Part& part, const Several& in) {
     const at::Tensor y = part.layer(in[0]);
     {
@@ -386,7 +387,7 @@ TEST(ReplayFinds, AKernelBesideTheDispatcherThatChangesAResult) {
 
 // --- raw gradients: whose each is
 
-/// A weight beside the part's own, of the same shape.
+/// Adds a weight to the part's own, of the same shape.
 TwinOptions with_another_weight() {
   TwinOptions options;
   options.prepare = [](Model& model) {
@@ -430,7 +431,7 @@ struct AddsAndSwaps : torch::autograd::Function<AddsAndSwaps> {
   }
 };
 
-// What is formed is the same in each call, and so is the order of the slots.
+// The products are the same in each call, and so is the order of the slots.
 TEST(ReplayFinds, RawGradientsThatSwapTheirSlots) {
   const auto body = [](Part& part, const Several& in) {
     const auto sum = AddsAndSwaps::apply(part.bias, part.norm, part.bodies % 2 == 0);
@@ -467,7 +468,7 @@ std::vector<std::size_t> gradients_of(const capture::Program& program, std::size
 
 constexpr auto kAGradient = "the gradient of part0.";
 
-// Of products, which would lie in one place one after the other, such a swap changes nothing.
+// With products, which would lie in one place one after the other, such a swap changes nothing.
 TEST(ReplayFinds, AProgramThatSwapsRawValues) {
   const auto fault = [](capture::Program& program) {
     const auto at = gradients_of(program, 1);
@@ -487,7 +488,7 @@ TEST(ReplayFinds, AProgramThatSwapsSlots) {
   }
 }
 
-// Products that would be written into each other's slots, though the steps that hand them in are right.
+// Products would be written into each other's slots, though the steps that hand them in are right.
 TEST(ReplayFinds, AProgramThatSwapsDirectSlots) {
   const auto fault = [](capture::Program& program) {
     std::vector<capture::TapeGradient*> direct;
@@ -525,7 +526,7 @@ TEST(ReplayFinds, AProgramWithAStaleConstant) {
   expect_found(fault, "rms_norm");
 }
 
-// A leaf of nobody's: its gradient is in no slot.
+// A leaf without an owner: its gradient is in no slot.
 TEST_ON_RANKS(ReplayFinds, ALeafThatIsNoParameter, 1) {
   struct Leaves {
     std::vector<at::Tensor> of{at::ones({Part::kWidth}).set_requires_grad(true),
@@ -549,7 +550,8 @@ TEST_ON_RANKS(ReplayFinds, ALeafThatIsNoParameter, 1) {
   EXPECT_THAT(reasons(twins.calls()), ElementsAre(Says("neither an argument nor")));
 }
 
-// What is no argument goes back through its own graph, which has that of the argument in it.
+// A tensor that is no argument goes back through its own graph, which has that of the argument in
+// it.
 TEST_ON_RANKS(ReplayFinds, ATensorFromOutsideThatHasAHistory, 1) {
   const auto run = [](Model& model, const Several& inputs) {
     Part& part = *model.parts[0];

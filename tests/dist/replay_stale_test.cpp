@@ -1,5 +1,5 @@
-// What a replay takes from the calls that were recorded is what it would find: whatever of it is changed,
-// replaced, or was never a result is seen, recorded anew or refused.
+// Replays read the present values: a recorded input that was changed or replaced, or never was a
+// result, is noticed, recorded again or refused.
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -44,7 +44,7 @@ TEST_ON_RANKS(ReplayStale, BuffersMayGetOtherMemory, 2) {
   EXPECT_THAT(reasons(twins.calls()), IsEmpty());
 }
 
-// A member that is no registered buffer: nobody holds the old one any more.
+// A member that is no registered buffer: the old one has no holder any more.
 TEST_ON_RANKS(ReplayStale, TensorsMayBeReplaced, 1) {
   Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table * part.kept; }));
   for (int step = 0; step < 3 * kSteps; ++step) {
@@ -212,7 +212,8 @@ TEST_ON_RANKS(ReplayStale, TensorsLeftBehindWithoutGradientsAreRefused, 1) {
               ElementsAre("a tensor that outlives the call and is no result"));
 }
 
-// A loss that a body keeps in a member. Naive: its gradient ends at the region's arguments, silently.
+// A loss that a body keeps in a member. Naive: its gradient ends at the region's arguments,
+// silently.
 TEST_ON_RANKS(ReplayStale, BackwardThroughATensorLeftBehindIsAnError, 1) {
   Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
                 part.kept = part.layer(in[0]).pow(2).mean();
@@ -242,8 +243,8 @@ TEST_ON_RANKS(ReplayStale, HooksInsideAreRefused, 1) {
 
 // ----------------------------------------------------------------- between forward and backward
 
-// Each backward puts its products off, of the entry that both use. Naive: those of the first are formed
-// of what the second wrote.
+// Each backward defers its products, which read the entry that both use. Naive: those of the first
+// are formed from what the second wrote.
 TEST_ON_RANKS(ReplayStale, AKeptGraphGoesBackTwiceWhileGradientsArePutOff, 1) {
   Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
                 return Several{part.layer(in[0]).tanh()};
@@ -288,7 +289,7 @@ TEST(ReplayStale, ABodyThatRunsAgainFindsWhatItsForwardFound) {
         const at::NoGradGuard no_grad;
         changes[i](*handle.module(), argument);
       }
-      // Of other strides than those that were recorded.
+      // These strides differ from the recorded ones.
       const auto error = thrown_by([&] { backward(y.sum()); });
       EXPECT_THAT(error, Says("was changed in place since its forward",
                               "a backward that is not the recorded one"));
@@ -314,7 +315,7 @@ TEST_ON_RANKS(ReplayStale, BackwardUnderAutocastIsThatOfEagerCalls, 1) {
 
 // ------------------------------------------------------------------------------------- guards
 
-// What is set otherwise is another variant, recorded and replayed by itself.
+// Other settings are another variant, recorded and replayed by itself.
 TEST(ReplayStale, ThreadsAlgorithmsModesAndDtypesAreGuards) {
   struct Setting {
     const char* name;
@@ -350,7 +351,7 @@ TEST(ReplayStale, ThreadsAlgorithmsModesAndDtypesAreGuards) {
   }
 }
 
-// A validation's sizes come once, then others. Naive: four that nobody needs any more, and eager calls.
+// A validation's sizes come once, then others. Naive: four unused variants, and eager calls.
 TEST_ON_RANKS(ReplayStale, AVariantThatIsNotCalledAnyMoreMakesRoom, 1) {
   Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table; }));
   int step = 0;
@@ -370,7 +371,7 @@ TEST_ON_RANKS(ReplayStale, AVariantThatIsNotCalledAnyMoreMakesRoom, 1) {
 
 // ------------------------------------------------------------------------------------ comparing
 
-// One batch again and again, as one warms up with: what the body reads through a pointer is the same.
+// One batch again and again, as in a warm-up: what the body reads through a pointer is the same.
 // Naive: two comparisons that prove nothing.
 TEST_ON_RANKS(ReplayStale, OtherDataIsComparedBeforeItIsReplayed, 1) {
   Twins twins(data_mesh(world), around([](Part& part, const Several& in) {

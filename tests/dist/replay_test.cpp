@@ -1,5 +1,5 @@
 // Replayed regions are the eager ones bit for bit: results, gradients of arguments and what reaches
-// the shards, whatever is asked of them between forward and backward.
+// the shards, with any calls between forward and backward.
 #include <ATen/ATen.h>
 
 #include "counted_calls.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kRecordings = 3;  ///< and two of them compared
 
-/// Of a rank's step and micro-batch.
+/// The seed of a rank's step and micro-batch.
 std::uint64_t seed_of(World& world, int step, int micro_batch = 0) {
   return 1000 + static_cast<std::uint64_t>(100 * step + 10 * micro_batch + world.rank());
 }
@@ -151,8 +151,8 @@ TEST(Replays, OfFrozenParametersGiveNoGradient) {
                   one_input, options);
 }
 
-// Of a trained table with many rows only those of the batch have a gradient: their number follows
-// from data. Naive: a frozen one is refused with it.
+// In a trained table with many rows only the rows of the batch have a gradient: their number
+// follows from data. Naive: a frozen one is refused with it.
 TEST(Replays, FrozenTablesWithManyRowsAreLookedUp) {
   TwinOptions options;
   options.prepare = [](Model& model) { model.parts[0]->weight.set_requires_grad(false); };
@@ -180,8 +180,8 @@ std::int64_t products_of(Sharded<Model>& handle, Backward how) {
   return products;
 }
 
-// Forward, gradients of inputs, gradients of weights. Naive: a frozen weight's is formed, and thrown
-// away where nobody takes it.
+// Forward, gradients of inputs, gradients of weights. Naive: a frozen weight's is formed, and
+// thrown away unused.
 TEST(FrozenWeights, HaveNoProductInAnyKindOfBackward) {
   for (const auto how :
        {Backward::kEager, Backward::kRecomputed, Backward::kDeferred, Backward::kReplayed}) {
@@ -228,7 +228,7 @@ TEST(Replays, TakeArgumentsOfWholeNumbersAndBools) {
   });
 }
 
-// What comes back for a result is expanded, turned, or a part of something. Naive: a layout that was
+// The gradient of a result is expanded, turned, or a part of something. Naive: a layout that was
 // another one when it was recorded.
 TEST(Replays, TakeGradientsOfAnyStrides) {
   using Use = std::function<at::Tensor(const at::Tensor&)>;
@@ -306,8 +306,8 @@ TEST(Replays, ChunksAndListsAreOperationsAsOthers) {
   expect_replayed(body, one_input);
 }
 
-// What nobody needs is undefined, in front of what somebody does. Naive: results by their numbers
-// among those that are there.
+// An unneeded result is undefined, before a needed one. Naive: results by their numbers among the
+// defined ones.
 TEST(Replays, OperationsMayLeaveResultsOut) {
   const auto body = [](Part& part, const Several& in) {
     const auto factors = part.bias.narrow(0, 0, 3).view({1, 1, 3});
@@ -344,7 +344,7 @@ TEST_ON_RANKS(Replays, ReadWhatABufferHoldsNow, 1) {
   EXPECT_EQ(twins.calls().replayed, 8 - 1 - kRecordings);
 }
 
-// A second backward of a kept graph; in any of the phases, and each time anew.
+// A second backward of a kept graph; in any of the phases, and each time again.
 TEST_ON_RANKS(Replays, AKeptGraphGoesBackTwice, 2) {
   Twins twins(data_mesh(world), one_layer());
   twins.steps(7, [&](Sharded<Model>& handle, int step) {
@@ -383,7 +383,7 @@ TEST_ON_RANKS(Replays, AGraphThatWasNotKeptDoesNotGoBackAgain, 1) {
   EXPECT_EQ(twins.calls().replayed, 7 - 1 - kRecordings);
 }
 
-// Validation under grad mode: graphs that nobody goes back through, before and after recordings.
+// Validation under grad mode: graphs without a backward, before and after recordings.
 TEST_ON_RANKS(Replays, AForwardWhoseGraphIsDroppedLeavesNothingBehind, 2) {
   Twins twins(data_mesh(world), one_layer());
   for (int step = 0; step < 9; ++step) {
@@ -546,8 +546,8 @@ struct Change {
   bool is_read = false;   ///< by backward
 };
 
-/// What the backward of step `at` says of a change of an argument or a result between the passes.
-/// Steps before and behind it are as ever.
+/// Compares the error of the backward of step `at` after a change of an argument or a result
+/// between the passes. Steps before and after it are not affected.
 void expect_as_eager(const Change& change, int at) {
   ranks(1).run([&](World& world) {
     Twins twins(data_mesh(world), [&](Model& model, const Several& inputs) {
@@ -600,7 +600,7 @@ TEST(Replays, AnArgumentThatBackwardDoesNotReadMayBeChanged) { expect_as_eager({
 TEST(Replays, AResultThatBackwardReadsMayNotBeChanged) { expect_as_eager({false, true}); }
 TEST(Replays, AResultThatBackwardDoesNotReadMayBeChanged) { expect_as_eager({false, false}); }
 
-// What comes behind adds to a result, as a part of the graph.
+// A later operation adds to a result, as a part of the graph.
 TEST_ON_RANKS(Replays, AResultMayBeAddedTo, 1) {
   const auto run = [](Model& model, const Several& inputs) {
     Part& part = *model.parts[0];

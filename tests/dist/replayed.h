@@ -1,4 +1,4 @@
-// One model twice, eager and with replays: whatever is called on both gives the same bits.
+// One model twice, eager and with replays: the same calls on both give the same bits.
 #pragma once
 
 #include "grad/region.h"
@@ -13,7 +13,7 @@ namespace tessera::test {
 
 using Several = std::vector<at::Tensor>;
 
-/// What regions of its own compute with.
+/// The parameters and tables that a layer's regions compute with.
 class Part : public torch::nn::Module {
  public:
   static constexpr std::int64_t kWidth = 16;
@@ -100,7 +100,7 @@ struct TwinOptions {
   std::function<ShardOptions(Model&)> options = {};
 };
 
-/// What a call leaves: results, then gradients of inputs, undefined where there is none.
+/// The outcome of a call: results, then gradients of inputs, undefined where there is none.
 inline Several run_one(Sharded<Model>& handle, const Several& inputs) {
   Several own;
   for (const at::Tensor& input : inputs) {

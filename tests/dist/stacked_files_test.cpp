@@ -35,7 +35,7 @@ TEST(StackedFiles, EveryRankOfEveryLayoutReadsItsPartOfEveryExpert) {
   }
 }
 
-// Naive: drawn by the number of an element in the rank's own part.
+// Naive: drawn by an element's number in the rank's part.
 TEST(StackedFiles, DrawnValuesAreTheSameUnderEveryLayout) {
   Tensors expected;
   for (const auto& degrees : kDegrees) {

@@ -13,7 +13,7 @@
 
 namespace tessera::test {
 
-/// x + gain * tanh(linear(x)): a weight whose gradient may be put off, and two that may not.
+/// x + gain * tanh(linear(x)): a weight whose gradient may be deferred, and two that may not.
 class Piece : public torch::nn::Module, public Recomputable {
  public:
   Piece(std::uint64_t seed, std::int64_t width, RecomputeMode mode) {
@@ -190,7 +190,7 @@ inline SlotRunner::InputOf inputs(const World& world, int step = 0, std::int64_t
   };
 }
 
-/// One step: the slots, with each stage given back and reduced where it is over.
+/// Runs one step: the slots, with each stage resharded and reduced where it is over.
 inline void run_step(StagedModel& model, const std::vector<Slot>& slots, StepScopeOptions options,
                      const SlotRunner::InputOf& input,
                      const std::function<at::Tensor(const at::Tensor&)>& scaled = {}) {
@@ -218,8 +218,8 @@ inline void run_step(StagedModel& model, const std::vector<Slot>& slots, StepSco
   scope.finish();
 }
 
-/// The same micro-batches in a loop without a scope. Each stage is a forward of its own: what two of
-/// them share has two gradients, as in a list.
+/// Runs the same micro-batches in a loop without a scope. Each stage is a forward of its own: a
+/// parameter that two of them share has two gradients, as in a list.
 inline void run_loop(StagedModel& model, int micro_batches, const SlotRunner::InputOf& input,
                      bool sync_every = false,
                      const std::function<at::Tensor(const at::Tensor&)>& scaled = {}) {

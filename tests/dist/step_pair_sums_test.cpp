@@ -1,6 +1,6 @@
-// A forward beside a backward (StepScope::run_pair) over one unit that both are in: sums are those of
-// the same calls in turn, a tensor that is used twice included; and what runs in turn instead says so
-// once.
+// A forward paired with a backward (StepScope::run_pair) over one unit that both are in: sums are
+// those of the same calls in turn, a tensor that is used twice included; and calls that run in turn
+// instead are logged once.
 
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -17,14 +17,14 @@ namespace {
 
 constexpr int kMicroBatches = 4;
 
-thread_local int t_beside = 0;  // turns that were taken inside of a pair
+thread_local int t_in_pairs = 0;  // turns that were taken inside of a pair
 
 void take_turn() {
-  if (comm::Turns::under_way()) ++t_beside;
+  if (comm::Turns::under_way()) ++t_in_pairs;
   comm::Turns::pass();
 }
 
-/// What an exchange is to a pair: a turn in forward, and one in backward.
+/// An exchange as a pair sees it: a turn in forward, and one in backward.
 class Turn : public torch::autograd::Function<Turn> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) {
@@ -104,7 +104,7 @@ struct Model {
     for (const auto& sums : module->sums) sums->turns = turns;
   }
 
-  /// F0, then F(k+1) beside B(k), then the last B. Returns the sums.
+  /// F0, then F(k+1) paired with B(k), then the last B. Returns the sums.
   Tensors step(Way way, StepReshard reshard = StepReshard::kStep) {
     constexpr double kTwice[] = {256, 256, 256, 256}, kOnce[] = {256, 1, -256, 0};
     StepScope scope(handle, {.reshard = reshard, .schedule = "pairs"});
@@ -144,9 +144,9 @@ struct Model {
   std::function<int(int micro_batch)> turns_of = {};
 };
 
-// The classic: in bf16 256 + 1 is 256. Within a forward autograd adds so, over micro-batches nobody
-// does. Naive: the forward gives the leaf another accumulator while the backward, or what it
-// recomputes, is between its uses, and both addends arrive unrounded.
+// The classic: in bf16 256 + 1 is 256. Within a forward autograd adds so, over micro-batches
+// nothing does. Naive: the forward gives the leaf another accumulator while the backward, or what
+// it recomputes, is between its uses, and both addends arrive unrounded.
 TEST(StepPairs, ATensorThatIsUsedTwiceIsAddedAsInTurn) {
   for (const int count : {1, 2}) {
     for (const auto recomputes : {Recomputes::kNothing, Recomputes::kInside, Recomputes::kAround}) {
@@ -156,9 +156,9 @@ TEST(StepPairs, ATensorThatIsUsedTwiceIsAddedAsInTurn) {
         ranks(count).run([&](World& world) {
           Model model(world, recomputes), in_turn(world, recomputes);
           for (int step = 0; step < 3; ++step) {
-            t_beside = 0;
+            t_in_pairs = 0;
             const auto found = model.step(Way::kPairs, reshard);
-            EXPECT_EQ(t_beside > 0, step > 0) << "step " << step;
+            EXPECT_EQ(t_in_pairs > 0, step > 0) << "step " << step;
             expect_same(found, in_turn.step(Way::kInTurn, reshard), concat("step ", step));
             for (const std::string unit : {"first.", "second."}) {
               EXPECT_EQ(found.at(unit + "twice").item<double>(), 4 * 256.0) << "step " << step;
@@ -180,14 +180,14 @@ std::string said_in_turn(int count, Recomputes recomputes,
     Model model(world, recomputes), in_turn(world, recomputes);
     change(model, world.rank());
     change(in_turn, world.rank());
-    t_beside = 0;
+    t_in_pairs = 0;
     for (int step = 0; step < 3; ++step) {
       at::manual_seed(5);  // of the process
       const auto found = model.step(Way::kPairs);
       at::manual_seed(5);
       expect_same(found, in_turn.step(Way::kInTurn), concat("step ", step));
     }
-    EXPECT_EQ(t_beside, 0);
+    EXPECT_EQ(t_in_pairs, 0);
   });
   return ::testing::internal::GetCapturedStderr();
 }

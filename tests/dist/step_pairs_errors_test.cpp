@@ -1,4 +1,4 @@
-// What a pair of a step scope refuses, by name, and faults put into one: each is found.
+// Refusals of a step scope's pairs, by name, and faults put into one: each is found.
 #include <ATen/Context.h>
 
 #include <fstream>
@@ -76,7 +76,7 @@ std::vector<std::string> errors_of_fault(const DrawnStages& drawn,
   return errors;
 }
 
-// Naive: ranks that go on in other orders, and hang or add each other's rows later.
+// Naive: ranks that continue in other orders, and hang or add each other's rows later.
 TEST(StepPairFaults, ATurnMoreOrLessThanInTheFirstStepIsNamed) {
   const auto says = [](const char* found) {
     return Each(Says("rank 1", "the forward of stage 0, micro-batch 1", found, "expected 4"));
@@ -110,7 +110,7 @@ TEST(StepPairFaults, ATurnMoreInTheMiddleMeetsAnotherExchangeByName) {
                        "micro-batch 0, stage 0, backward", "micro-batch 1, stage 0, forward")));
 }
 
-// What was recorded differs: nobody may run side by side.
+// The records differ: no rank may run interleaved.
 TEST(StepPairFaults, RanksWithOtherNumbersOfTurnsRunInTurnAndSayItOnce) {
   const TemporaryFolder folder;
   const auto file = folder / "said.log";
@@ -155,8 +155,8 @@ at::Tensor turn(const at::Tensor& x) {
   return Passage::apply(x, c10::make_intrusive<Witness>(none, true));
 }
 
-/// x (256 w), x w and x (-256 w), the weight used in this order, with a turn before the last use: in
-/// bf16 the backward's sum is 0, and 1 where it is formed in two parts.
+/// Computes x (256 w), x w and x (-256 w), the weight used in this order, with a turn before the
+/// last use: in bf16 the backward's sum is 0, and 1 where it is formed in two parts.
 Several cancelling(Body& body, const Several& inputs) {
   const auto run = [&body](const Several& in) {
     const at::Tensor& x = in[0];
@@ -169,8 +169,8 @@ Several cancelling(Body& body, const Several& inputs) {
   return {checkpoint(run, {inputs[0]})};
 }
 
-// Naive: a forward gives a unit's weights new accumulators while a backward runs a checkpoint inside,
-// or the other way round.
+// Naive: a forward gives a unit's weights new accumulators while a backward runs a checkpoint
+// inside, or the other way round.
 TEST(StepPairFaults, WhatBf16AddsUpIsAddedInOneSumWhereBothAreInAUnit) {
   for (const int turns_before : {0, 1, 2}) {
     ranks(1).run([turns_before](World& world) {
@@ -247,8 +247,8 @@ TEST(StepPairFaults, RowsThatAreReadBeforeTheyArriveAreFoundByBits) {
 
 using Act = std::function<void(PairedModel&, StepScope&, PairedStep&)>;
 
-/// What `act` throws after the forward of micro-batch 0, in a step that records and in one that
-/// follows a record.
+/// Returns what `act` throws after the forward of micro-batch 0, in a step that records and in one
+/// that follows a record.
 std::vector<std::string> refused(const Act& act, StepScopeOptions options = {}) {
   std::vector<std::string> errors;
   ranks(1).run([&](World& world) {
@@ -312,7 +312,7 @@ TEST(StepPairErrors, WhatDoesNotFitTogetherIsNamed) {
               Each(Says("usage: StepScope::", "stage 0, micro-batch", "after reduce()")));
 }
 
-// A pair that is refused before it begins has left nothing: the step goes on.
+// A pair that is refused before it begins has left nothing: the step continues.
 TEST_ON_RANKS(StepPairErrors, AStepWhosePairWasRefusedIsOpenAsBefore, 2) {
   PairedModel model(world, one_stage()), other(world, one_stage());
   for (int number = 0; number < 3; ++number) {
@@ -396,7 +396,7 @@ TEST(StepPairErrors, ABackwardInTheFunctionOfAForwardIsNamed) {
 
 // --- errors ---
 
-// What has failed stays so until recover(), whatever is called.
+// A failed step stays failed until recover(), for all calls.
 TEST(StepPairErrors, AfterAnErrorTheScopeSaysThatTheStepHasFailed) {
   for (const bool before_second : {true, false}) {
     const auto errors = refused([&](auto&, auto& scope, auto& step) {

@@ -1,5 +1,5 @@
-// Pairs of a step scope: a forward beside a backward has the bits of one after the other, and an
-// error at any turn of either ends the step on every rank and leaves nothing behind.
+// Pairs of a step scope: a forward paired with a backward has the bits of one after the other, and
+// an error at any turn of either ends the step on every rank and leaves nothing behind.
 #include <random>
 
 #include "base/mutex.h"
@@ -180,7 +180,7 @@ TEST(StepPairs, AnErrorAtAnyTurnEndsTheStepEverywhereAndTheNextOneIsRight) {
                     });
                   }),
                   10);
-        // What leaves a forward or backward through a unit ends the others by the unit's name.
+        // An exception of a forward or backward through a unit ends the others by the unit's name.
         EXPECT_THAT(error, AnyOf(Says("planted fault"),
                                  Says(concat("rank ", culprit, ": an exception left"))))
             << program.text << ", rank " << world.rank() << ", site "

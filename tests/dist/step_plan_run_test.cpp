@@ -1,5 +1,5 @@
-// A step scope does what its plan says: whatever is chosen to be kept, gathered ahead and reduced
-// when, gradients have the bits of the loop over micro-batches, and what goes out is what the plan
+// A step scope does what its plan says: for all choices of what is kept, gathered ahead and reduced
+// when, gradients have the bits of the loop over micro-batches, and what is issued is what the plan
 // has counted.
 
 #include <numeric>
@@ -26,7 +26,7 @@ using fsdp::ReduceAt;
 using fsdp::StepPlan;
 using fsdp::StepRecord;
 
-/// One after the other, and nobody asks for a reduction.
+/// Runs one after the other, without asking for a reduction.
 void run_in_order(StagedModel& model, int micro_batches, bool sync_every,
                   const SlotRunner::InputOf& input, StepReshard reshard = StepReshard::kStep) {
   StepScope scope(model.handle, {.reshard = reshard,
@@ -114,7 +114,7 @@ TEST_P_ON_RANKS(StepPlanRuns, MicroBatchesInOrderGiveTheBitsOfTheLoop, GetParam(
   }
 }
 
-// Whatever a planner chooses: the same bits, and as many gathers and reductions as its plan has.
+// For all choices of a planner: the same bits, and as many gathers and reductions as its plan has.
 TEST_P_ON_RANKS(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame, GetParam()) {
   const auto& layout = GetParam();
   const StagedOptions staged{.stages = 1, .pieces = 4};
@@ -196,8 +196,8 @@ TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
   });
 }
 
-// The modules of units are told by the plan that is followed, as long as the step lasts; in a step
-// that records by what was asked for then; and what a user has set, nobody changes.
+// Modules of units follow the plan during its step; in a step that records they follow what was set
+// then; and a user's setting is never changed.
 TEST_ON_RANKS(RecomputeByPlan, ModulesAreToldAsLongAsTheStepLasts, 2) {
   StagedModel model(data_mesh(world), {.stages = 1, .pieces = 4});
   auto& pieces = model.module->pieces;
@@ -263,7 +263,7 @@ TEST_P(StepPlanRuns, WhateverIsChosenInAnyOrderTheBitsAreTheSame) {
   });
 }
 
-// Naive: the first stage's list gives back what it found gathered, though it never comes to it.
+// Naive: the first stage's list reshards what it found gathered, though it never comes to it.
 TEST_P(StepPlanRuns, WhatIsUnshardedBeforeTheStepIsThereWhereItIsUsed) {
   const auto& layout = GetParam();
   constexpr const char* kList = "F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1";
@@ -274,7 +274,7 @@ TEST_P(StepPlanRuns, WhatIsUnshardedBeforeTheStepIsThereWhereItIsUsed) {
       StagedModel model(mesh, staged, in_bfloat16());
       StagedModel loop(mesh, staged, in_bfloat16());
       for (int step = 0; step < 4; ++step) {
-        // Of the second stage, of the first one, of both.
+        // Unshards a unit of the second stage, of the first one, of both.
         if (step == 1) model.module->handles[2]->unshard();
         if (step == 2) model.module->handles[0]->unshard();
         if (step == 3) model.handle.unshard();
@@ -291,7 +291,7 @@ TEST_P(StepPlanRuns, WhatIsUnshardedBeforeTheStepIsThereWhereItIsUsed) {
 // ---------------------------------------------------------------------------------- what is
 // refused
 
-/// What a second step says after `change` of its plan, on each of two ranks.
+/// Returns what a second step says after `change` of its plan, on each of two ranks.
 std::vector<std::string> refused(const std::function<void(StepPlan&, int rank)>& change) {
   std::vector<std::string> errors(2);
   ranks(2).run([&](World& world) {
@@ -390,7 +390,7 @@ struct Around : torch::nn::Module {
   std::shared_ptr<Sharded<Affine>> inner;
 };
 
-// Naive: compile() has chosen a plan that no step looks at, and nobody says so.
+// Naive: compile() has chosen a plan that no step reads, silently.
 TEST_ON_RANKS(StepPlanErrors, WhatCompileIsOfNoUseForIsSaid, 2) {
   const auto mesh = data_mesh(world);
   const auto handle =

@@ -1,4 +1,4 @@
-// What a step scope refuses, by name, and what is left after a failure inside one: nothing.
+// Refusals of a step scope, by name, and the state after a failure inside one: nothing is left.
 
 #include "dist/body.h"
 #include "dist/staged.h"
@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 
 constexpr const char* kList = "F0.0 F1.0 I1.0 I0.0 F0.1 W1.0 W0.0 F1.1 B1.1 B0.1";
 
-/// What comes of `act` after these slots, on one rank.
+/// Returns the error of `act` after these slots, on one rank.
 std::string refused(const std::string& slots,
                     const std::function<void(StagedModel&, StepScope&)>& act) {
   std::string error;
@@ -29,7 +29,7 @@ std::string refused(const std::string& slots,
   return error;
 }
 
-// Naive: gradients without what was put off, silently.
+// Naive: gradients without the deferred ones, silently.
 TEST(StepScopeErrors, WeightGradientsThatAreMissingTwiceOrOfOthersAreNamed) {
   const auto names_owed =
       Says("piece2.linear.weight", "layer piece2.linear", "stage 1", "micro-batch 0");
@@ -197,7 +197,7 @@ TEST(StepScopeErrors, GradientsThatAreClearedOrChangedInsideAreFound) {
   }
 }
 
-// Naive: weights that are not trained, since no gradient of theirs was formed or put off.
+// Naive: weights that are not trained, since no gradient of theirs was formed or deferred.
 TEST(StepScopeErrors, ABackwardTowardsChosenTensorsIsNamed) {
   for (const auto kind : {Backward::kFull, Backward::kInputOnly}) {
     EXPECT_THAT(refused("",
@@ -300,7 +300,7 @@ TEST(StepScopeErrors, RanksThatDifferAreNamed) {
                 run_step(model, slots_of(kList), {}, inputs(world));
               }),
               Each(Says("set_requires_gradient_sync(false)")));
-  // Of what outlasts backwards one rank would compare its units with the shards, alone.
+  // With units that outlast backwards one rank would compare them with the shards, alone.
   EXPECT_THAT(errors([](World& world, StagedModel& model) {
                 model.handle.set_reshard_after_backward(false);
                 run_step(model, slots_of(kList), {}, inputs(world));
@@ -468,7 +468,7 @@ TEST_P(StepScopeFailures, AfterAnExceptionAndRecoverTheNextStepIsRight) {
           if (culprit && when == When::kBackward) {
             runner.scaled = [](const at::Tensor& loss) { return ThrowsInBackward::apply(loss); };
           }
-          // Some gradients are owed, some are in their slots.
+          // Some gradients are pending, some are in their slots.
           for (const auto& slot : slots_of("F0.0 F1.0 F0.1 I1.0 I0.0 W1.0")) runner.run(slot);
           if (culprit && when == When::kForward) {
             model.module->pieces[3]->before = [] {

@@ -1,4 +1,4 @@
-// Sums inside a step scope: unrounded whatever order they are formed in, and divided once.
+// Sums inside a step scope: unrounded in any order of forming them, and divided once.
 
 #include "dist/staged.h"
 #include "support/test.h"
@@ -13,7 +13,7 @@ constexpr const char* kZeroBubble =
     "F1.3 B1.3 W0.2 I0.3 W0.3";
 
 // Naive: one rounding to bf16 a micro-batch, where the sum is kept in the layer's dtype.
-TEST_ON_RANKS(StepScopes, DeferredBesideEagerWeightsAreFp32SumsOfTheirBf16Gradients, 1) {
+TEST_ON_RANKS(StepScopes, DeferredAndEagerWeightsAreFp32SumsOfTheirBf16Gradients, 1) {
   constexpr int kMany = 20;
   const StagedOptions staged{.stages = 1, .pieces = 2};
   StagedModel model(data_mesh(world), staged, in_bfloat16());

@@ -1,4 +1,4 @@
-// A step as a scope: whatever order forwards, backwards and weight gradients of its stages come in,
+// A step as a scope: in any order of forwards, backwards and weight gradients of its stages,
 // gradients have the bits of the loop over micro-batches, and nothing is gathered or reduced twice.
 
 #include <random>
@@ -25,8 +25,8 @@ constexpr const char* kZeroBubble =
 constexpr const char* kAllForwardsFirst =
     "F0.0 F0.1 F0.2 F0.3 F1.0 F1.1 F1.2 F1.3 B1.0 B1.1 B1.2 B1.3 B0.0 B0.1 B0.2 B0.3";
 
-/// Steps with a scope beside steps of the loop, each with its optimizer: the same bits, also of what
-/// was gathered in the step before.
+/// Compares steps with a scope to steps of the loop, each with its optimizer: the same bits, also
+/// of what was gathered in the step before.
 void expect_the_loop(World& world, int replicas, const StagedOptions& staged,
                      const PrecisionPolicy& policy, const std::vector<std::vector<Slot>>& lists,
                      const StepScopeOptions& options, const ShardOptions& root = {}) {
@@ -125,7 +125,7 @@ TEST_P_ON_RANKS(StepScopes, AFrozenStageIsGatheredAndNothingElse, std::get<0>(Ge
   }
 }
 
-/// A list that keeps micro-batches in order on each stage, and is random beside that. A full
+/// Draws a list that keeps micro-batches in order on each stage, and is random otherwise. A full
 /// backward comes after the weight gradients of the micro-batches before it.
 std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches) {
   std::mt19937_64 random(seed);
@@ -174,7 +174,7 @@ TEST_P_ON_RANKS(StepScopes, RandomOrdersGiveTheBitsOfTheLoop, std::get<0>(GetPar
   }
 }
 
-// Naive: a parameter that one rank uses has a gradient there alone, one that nobody uses has zeros.
+// Naive: a parameter that one rank uses has a gradient there alone, an unused one has zeros.
 TEST(StepScopes, ParametersThatSomeRanksOrNobodyUses) {
   for (const int count : {1, 2, 3}) {
     ranks(count).run([](World& world) {
@@ -198,7 +198,7 @@ TEST(StepScopes, ParametersThatSomeRanksOrNobodyUses) {
   }
 }
 
-// Micro-batches of one stage that enter different units are no record: each scope agrees anew.
+// Micro-batches of one stage that enter different units are no record: each scope agrees again.
 TEST(StepScopes, MicroBatchesThatEnterDifferentUnitsRecordEachTime) {
   for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
     ranks(2).run([reshard](World& world) {
@@ -287,7 +287,7 @@ TEST(StepScopes, ABackwardThroughLessIsRightAndThroughMoreIsNamed) {
       both(true, true);  // more than this rank had, but not more than any
       handle.zero_grad();
       {
-        // Another schedule, in which nobody uses the first result at first.
+        // Another schedule, in which the first result is not used at first.
         const auto only_second = [&](bool first) {
           StepScope scope(handle, {.reshard = reshard, .schedule = "second"});
           scope.begin_forward(0, 0);
@@ -318,7 +318,7 @@ TEST_ON_RANKS(StepScopes, AHeadFormsItsGradientAtOnce, 1) {
   expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
 }
 
-// What is recorded is one schedule's; another number of micro-batches is another.
+// A record belongs to one schedule; another number of micro-batches is another schedule.
 TEST_ON_RANKS(StepScopes, SchedulesInTurnAreRecordedOnceEach, 2) {
   StagedModel model(data_mesh(world), {});
   const auto records = [&](const std::string& schedule) {
@@ -364,7 +364,7 @@ TEST(StepScopes, AUnitIsGatheredAndReducedOnceAStep) {
   }
 }
 
-// Naive: a stage waits for the gradients that another one has put off.
+// Naive: a stage waits for the gradients that another one has deferred.
 TEST_ON_RANKS(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradients, 2) {
   StagedModel model(data_mesh(world), {});
   for (int step = 0; step < 2; ++step) {
@@ -389,7 +389,8 @@ TEST_ON_RANKS(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradient
   }
 }
 
-// Naive: a rank that has nothing to differentiate in its first stage leaves out what others wait for.
+// Naive: a rank that has nothing to differentiate in its first stage leaves out what others wait
+// for.
 TEST(StepScopes, AStageThatTrainsNothingHasItsBackwardsAllTheSame) {
   for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
     for (const int count : {1, 2}) {

@@ -17,7 +17,7 @@ train::Config small_run(const TemporaryFolder& folder);
 /// The same with that many steps, and with checkpoints.
 train::Config with_steps(train::Config config, std::int64_t steps);
 
-/// small_run with adapters beside a model in bfloat16, which another run makes in `folder`/base.
+/// small_run with adapters of a model in bfloat16, which another run makes in `folder`/base.
 train::Config adapters_run(const TemporaryFolder& folder);
 
 struct RanksOfRun {

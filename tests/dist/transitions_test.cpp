@@ -92,7 +92,7 @@ Axis axis_over(World& world, std::optional<at::ScalarType> reduce = std::nullopt
   return axis_of(world.mesh(MeshShape::dense(1, 1, 1, 1, world.size())), axis::kTensor, reduce);
 }
 
-/// What all ranks hold, as one tensor: I and R must be equal on all.
+/// Joins the tensors of all ranks: I and R must be equal on all.
 at::Tensor whole_of_locals(const std::vector<at::Tensor>& locals, Kind kind, std::int64_t dim,
                            const std::string& what) {
   if (kind == Kind::kS) return at::cat(locals, dim);

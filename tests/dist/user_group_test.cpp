@@ -1,5 +1,5 @@
 // Collectives for users: values against a local computation, what is refused, what ranks that
-// differ are told, and how they stand beside a sharded module's own.
+// differ are told, and how they mix with a sharded module's own.
 
 #include <atomic>
 
@@ -151,7 +151,7 @@ TEST_P_ON_RANKS(Groups, BroadcastsAreTheTensorOfTheirSource, count(), backend())
   check(at::kBool);
 }
 
-// Nobody leaves a barrier before the last one has come.
+// No rank leaves a barrier before the last one has come.
 TEST_P(Groups, ABarrierIsLeftWhenAllHaveCome) {
   std::atomic<int> came{0};
   run([&](World& world) {
@@ -192,7 +192,7 @@ TEST(GroupsOfMeshes, AreTheRanksAlongTheirAxes) {
   }
 }
 
-// What cannot be sent is refused with what was found, on any number of ranks, and nothing is lost.
+// A value that cannot be sent is refused by name, on any number of ranks, and nothing is lost.
 TEST_P_ON_RANKS(Groups, WhatCannotBeSentIsRefusedByWhatItIs, count(), backend()) {
   const auto group = world.group();
   const auto refused = [&](const auto& call, const std::string& found) {
@@ -215,7 +215,7 @@ TEST_P_ON_RANKS(Groups, WhatCannotBeSentIsRefusedByWhatItIs, count(), backend())
   for (const int source : {-1, world.size()}) {
     refused([&] { group.broadcast(at::zeros({2}), source); }, concat("group_src ", source));
   }
-  EXPECT_EQ(group.mean(2.0), 2.0) << "the World goes on";
+  EXPECT_EQ(group.mean(2.0), 2.0) << "the World continues";
 }
 
 // Without grad mode a parameter may be given, and what was written in place has a new version.
@@ -411,9 +411,9 @@ std::vector<Tensors> steps(World& world, const std::function<void(const char* wh
   return gradients;
 }
 
-// Wherever a program calls them, beside gathers and reductions under way: both have the bits that
-// they have alone.
-TEST_P_ON_RANKS(Groups, StandAnywhereBesideASteppedModule, count(), backend()) {
+// A program may call them anywhere, while gathers and reductions are in flight: both have the bits
+// that they have alone.
+TEST_P_ON_RANKS(Groups, StandAnywhereInAStepOfAModule, count(), backend()) {
   const auto alone = steps(world, [](const char*) {});
   const auto group = data_mesh(world).group("dp_shard");
   int calls = 0;
@@ -434,7 +434,7 @@ TEST_P_ON_RANKS(Groups, StandAnywhereBesideASteppedModule, count(), backend()) {
 
 // A call before a forward on one rank and after it on the others: an error on all of them, and no
 // hang. Over Gloo it says which rank waits in what.
-TEST(GroupsBesideModules, ACallOnTheOtherSideOfAForwardIsAnErrorOnAllRanks) {
+TEST(GroupsAndModules, ACallOnTheOtherSideOfAForwardIsAnErrorOnAllRanks) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
     const auto said = errors(backend, [&](World& world) {
       ShardedChain model(data_mesh(world), 1, 2, kWidth);
@@ -459,8 +459,8 @@ TEST(GroupsBesideModules, ACallOnTheOtherSideOfAForwardIsAnErrorOnAllRanks) {
   }
 }
 
-// An unsharded parameter that is given back says so, instead of memory of somebody else.
-TEST_ON_RANKS(GroupsBesideModules, ReleasedParametersAreRefused, 2) {
+// An unsharded parameter that was resharded says so, instead of showing foreign memory.
+TEST_ON_RANKS(GroupsAndModules, ReleasedParametersAreRefused, 2) {
   const auto module = std::make_shared<Scale>(at::ones({kWidth}));
   const auto handle = fully_shard(module, data_mesh(world));
   const auto group = world.group();

@@ -124,7 +124,7 @@ TEST_ON_RANKS(VocabParallel, NothingKeptIsZero, 2) {
   EXPECT_EQ(logits.grad().abs().max().item<double>(), 0.0);
 }
 
-// On a device nobody looks: batches are checked before they go there.
+// On a device they are not checked: batches are checked before they go there.
 TEST_ON_RANKS(VocabParallel, TokensOutsideAreRefusedOnTheHost, 2) {
   const parallel::Axis axis = axis_over(world);
   const at::Tensor logits = seeded(4, {1, 3, 5}).requires_grad_(true);

@@ -1,5 +1,5 @@
-// Weight gradients that backwards leave for later: the same bits as in one backward, and what is
-// owed is named.
+// Weight gradients that backwards leave for later: the same bits as in one backward, and pending
+// ones are named.
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"

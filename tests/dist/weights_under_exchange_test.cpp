@@ -1,5 +1,5 @@
-// Weight gradients of experts that are formed while rows' gradients travel back: the same bits as at
-// once, in that window, once, and before their unit is reduced.
+// Weight gradients of experts that are formed while rows' gradients travel back: the same bits as
+// at once, in that window, once, and before their unit is reduced.
 
 #include <optional>
 
@@ -37,7 +37,7 @@ struct Layers {
   at::ScalarType experts = at::kFloat;
 };
 
-/// Experts over ep, routed by token number, beside a shared one.
+/// Experts over ep, routed by token number, with a shared one.
 class Mixture : public torch::nn::Module, public DeclaresLayouts {
  public:
   Mixture(const Mesh& mesh, std::uint64_t seed, const Layers& layers, bool is_frozen)
@@ -140,7 +140,7 @@ at::Tensor tokens_of(int rank, int micro_batch) {
   return here(seeded(static_cast<std::uint64_t>(100 * micro_batch + rank), {tokens, kHidden}));
 }
 
-/// Of three micro-batches in a scope. `from`: how many of them are kFull, the others kInputOnly.
+/// Runs three micro-batches in a scope. `full`: how many of them are kFull, the others kInputOnly.
 Tensors in_a_step(World& world, Sharded<Model>& model, int full) {
   StepScope scope(model, {.schedule = concat(full)});
   std::vector<at::Tensor> losses;
@@ -190,8 +190,8 @@ void expect_the_bits(World& world, const Layers& layers, const PrecisionPolicy& 
   EXPECT_EQ(handed_in([&] { expected = in_a_loop(world, at_once); }), 0);
   const int formed = handed_in([&] { found = in_a_loop(world, model); });
   expect_same(found, expected, "loop");
-  // Those of the second layer alone: rows of the first one require no gradient. What a frozen checkpoint
-  // returns does.
+  // Only the second layer's: rows of the first one require no gradient. A frozen checkpoint's
+  // result does.
   const bool has_window = world.size() > 1 && layers.trained != Trained::kAdapters &&
                           (layers.trained == Trained::kAll || layers.mode != RecomputeMode::kNone);
   EXPECT_EQ(formed, has_window ? 3 * 2 : 0);
@@ -235,7 +235,7 @@ TEST_P(WeightsUnderExchange, OfExpertsInAnotherDtypeAreTheSameToo) {
   });
 }
 
-/// What a rank's exchanges and products did, in order, while it lives.
+/// The exchanges and products of a rank, in order, while it lives.
 class Order : parallel::TransitionWatch {
  public:
   Order() : watched_(*this) { here_ = this; }
@@ -304,8 +304,8 @@ TEST(WeightsUnderExchangeOrder, ATraceShowsThemWithinTheExchange) {
   });
 }
 
-// Where both ends of a transition are one node nothing is left between them, and backward comes to the
-// unit's marker with products that nobody has formed.
+// Where both ends of a transition are one node nothing is left between them, and backward comes to
+// the unit's marker with products that are not formed yet.
 TEST(WeightsUnderExchangeOrder, WhatNoExchangeComesToIsFormedBeforeItsReduction) {
   ranks(2).run([](World& world) {
     auto at_once = sharded(world, {}, {}, Formed::kAtOnce);
@@ -323,8 +323,8 @@ TEST(WeightsUnderExchangeOrder, WhatNoExchangeComesToIsFormedBeforeItsReduction)
   });
 }
 
-/// What both ranks say where products are handed in as `fault` does it, in a step of one micro-batch
-/// that is reduced while its backward runs. `behind` runs behind that.
+/// Returns what both ranks say where products are handed in as `fault` does it, in a step of one
+/// micro-batch that is reduced while its backward runs. `behind` runs after that.
 using Fault = std::function<void(const std::string&, const std::function<void()>& hand_in)>;
 std::vector<std::string> errors_with(const Fault& fault, const std::function<void()>& behind = {}) {
   return errors_of(2, [&](World& world) {
@@ -401,7 +401,7 @@ TEST(WeightsUnderExchange, AFailureDropsWhatItLeft) {
   });
 }
 
-// What the products read is held from the backward of each to the window, and nothing else is.
+// The inputs of products are held from the backward of each to the window, and nothing else is.
 TEST_ON_RANKS(WeightsUnderExchangeMemory, IsWhatTheProductsReadUntilTheWindow, 2,
               ThreadBackend::kGloo) {
   struct Held {
@@ -424,13 +424,13 @@ TEST_ON_RANKS(WeightsUnderExchangeMemory, IsWhatTheProductsReadUntilTheWindow, 2
     }
     return held;
   };
-  const Held at_once = held_by(Formed::kAtOnce), put_off = held_by(Formed::kUnderExchange);
+  const Held at_once = held_by(Formed::kAtOnce), deferred = held_by(Formed::kUnderExchange);
   // Every rank has the same tokens: its experts get twice the rows of those that choose them.
   const at::Tensor first = at::arange(kTokens).mul(3).remainder(7);
   const at::Tensor mine = at::stack({first, first + 1}).floor_divide(kCount / 2).eq(world.rank());
   const std::int64_t rows = 2 * mine.sum().item<std::int64_t>();
-  EXPECT_EQ(put_off.in_window - at_once.in_window, rows * (3 * kWithin + 2 * kHidden) * 4);
-  EXPECT_EQ(put_off.behind_it, at_once.behind_it);
+  EXPECT_EQ(deferred.in_window - at_once.in_window, rows * (3 * kWithin + 2 * kHidden) * 4);
+  EXPECT_EQ(deferred.behind_it, at_once.behind_it);
 }
 
 }  // namespace
