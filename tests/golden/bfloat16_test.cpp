@@ -58,7 +58,7 @@ TEST_P(GoldenBFloat16, OneRowAForwardHasTheSameBitsUnderEveryLayout) {
   }
 }
 
-/// What decays a state is in fp32 whatever is asked for.
+/// Whether it decays a state; such parameters are in fp32 in every policy.
 bool decays_a_state(const GradContract& contract) {
   return contract.name.ends_with(".A_log") || contract.name.ends_with(".dt_bias");
 }
@@ -88,7 +88,7 @@ std::filesystem::path with_norms(const std::string& folder, bool above) {
   });
 }
 
-// What bf16 rounds away makes a difference exactly where norms are computed in fp32.
+// Digits that bf16 rounds away make a difference exactly where norms are computed in fp32.
 TEST_P(GoldenBFloat16, DigitsOfNormWeightsCountInMixedFoldersOnly) {
   const auto short_norms = with_norms(GetParam(), false);
   const auto long_norms = with_norms(GetParam(), true);

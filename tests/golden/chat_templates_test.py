@@ -29,8 +29,8 @@ def answer(content, **more):
     return {"role": "assistant", "content": content, **more}
 
 
-# Of each: the special tokens, what the folder calls bos_token and eos_token, the end of a document; and
-# conversations with their text, labels between [[ and ]]. DATE stands for today.
+# For each: the special tokens, what the folder calls bos_token and eos_token, the end of a
+# document; and conversations with their text, labels between [[ and ]]. DATE is today's date.
 QWEN3 = {
     "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
     "bos": None, "eos": "<|im_end|>", "end": "<|endoftext|>", "config_eos": 2,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/chat.py: answers of `tessera generate` beside transformers' own, and what is handed to it.
+"""tools/chat.py: answers of `tessera generate` against transformers' own, and what is handed to it.
 
 Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `tokenizers` or `transformers` is
 missing, as with TESSERA_TORCH.
@@ -80,7 +80,7 @@ class Chat(unittest.TestCase):
         self.assertEqual(self.chat(*words, says="How many?\nAnd now?\n"), expected)
         drawn = self.chat(*words, "--temperature", 5, "--top-p", 0.9, "--seed", 1)
         self.assertNotEqual(drawn, self.chat(*words))
-        # Of a nucleus of one token the draw is the most likely one.
+        # With a nucleus of one token the draw is the most likely one.
         self.assertEqual(self.chat(*words, "--temperature", 5, "--top-p", 1e-9), self.chat(*words))
         self.assertIn("--top-p: found '1.5'", self.chat(*words, "--top-p", 1.5, ok=False))
 
@@ -96,7 +96,7 @@ class Chat(unittest.TestCase):
         self.assertEqual(second[1], "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\nTwo \u4e2d.<|im_end|>\n"
                                     "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n")
 
-    def test_the_parts_of_an_answer_of_gpt_oss_are_taken_apart(self):
+    def test_the_parts_of_an_answer_of_gpt_oss_are_separated(self):
         tokenizer = write_model(self.folder / "m", "gpt_oss")
         answer = ("<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>final<|message|>"
                   "Two of them.<|return|>")

@@ -1,4 +1,4 @@
-"""Config.json as transformers' own classes write it, with their defaults and beside keys of the older spelling:
+"""Config.json as transformers' own classes write it, with their defaults and with keys of the older spelling:
 every key is taken, and the rope that we read, and its table, are those of transformers. Skipped where
 transformers is not installed."""
 
@@ -118,7 +118,7 @@ def drawn_rope(draw):
     return rope
 
 
-def beside_kind(draw, rope):
+def keys_of_other_kinds(draw, rope):
     """Keys that the kind of rope does not read, as people leave them there."""
     kind = rope.get("rope_type", rope.get("type"))
     own = {"default": [], "linear": ["factor"], "llama3": ["factor", "original_max_position_embeddings"],
@@ -143,7 +143,7 @@ class ConfigKeys(unittest.TestCase):
             base = written(name, **NEEDED.get(name, {}))
             part = base.pop("rope_parameters").get("partial_rotary_factor")
             rope, theta = drawn_rope(draw), float(draw.randint(1000, 1000000))
-            rope |= beside_kind(draw, rope)
+            rope |= keys_of_other_kinds(draw, rope)
             new = {"rope_parameters": dict(rope, rope_theta=theta)}
             old = {"rope_scaling": rope, "rope_theta": theta}
             if part is not None:

@@ -84,19 +84,19 @@ def as_sharegpt(draw, talk):
     return {"conversations": [{"from": draw.choice(SPEAKERS[m["role"]]), "value": m["content"]} for m in talk]}
 
 
-def with_system_beside(draw, talk):
+def with_own_system(draw, talk):
     if talk[0]["role"] != "system":
         return talk
     return {"system": talk[0]["content"], **as_sharegpt(draw, talk[1:])}
 
 
 def with_system_prompt(draw, talk):
-    found = with_system_beside(draw, talk)
+    found = with_own_system(draw, talk)
     return {"system_prompt": found.pop("system"), **found} if "system" in found else found
 
 
 def with_keys(*kinds):
-    """Of each message some of these keys."""
+    """Adds some of these keys to each message."""
     return lambda draw, talk: [{**m, **{k: v for kind in draw.sample(kinds, min(3, len(kinds))) for k, v in kind.items()}}
                                for m in talk]
 
@@ -120,17 +120,17 @@ FORMS = {
     "sharegpt of parts": lambda draw, talk: as_sharegpt(draw, with_parts(draw, talk, 0.5)),
     "speakers as roles": lambda draw, talk: [{**m, "role": draw.choice(SPEAKERS[m["role"]])} for m in talk],
     "messages as conversations": lambda draw, talk: {"conversations": with_parts(draw, talk, 0.3)},
-    "system beside": with_system_beside,
-    "system prompt beside": with_system_prompt,
+    "system outside": with_own_system,
+    "system prompt outside": with_system_prompt,
     "values of roles": lambda draw, talk: [{"role": m["role"], "value": m["content"]} for m in talk],
     "both spellings": in_both_spellings,
     "two forms": lambda draw, talk: {"messages": talk, **as_sharegpt(draw, with_parts(draw, talk, 0.3))},
-    "prompt beside": with_prompt,
+    "prompt outside": with_prompt,
     "keys that say nothing": with_keys(*INERT_KEYS),
     "switches that are on": with_keys(*SWITCHES_ON),
     "switches of the user": lambda draw, talk: [
         {**m, **draw.choice(SWITCHES_OFF)} if m["role"] == "user" else m for m in talk],
-    "origin beside": lambda draw, talk: {"from": "alpaca", **as_sharegpt(draw, talk)},
+    "origin outside": lambda draw, talk: {"from": "alpaca", **as_sharegpt(draw, talk)},
 }
 
 
@@ -307,7 +307,7 @@ class Conversations(unittest.TestCase):
             (self.folder / "talks.jsonl").write_text(json.dumps(talk) + "\n")
             self.assertIn("talks.jsonl:1: message 2: found reasoning, ", self.run_on(template, "talks.jsonl", ok=False))
 
-    def test_what_an_answer_says_beside_its_calls_is_not_lost(self):
+    def test_what_an_answer_says_with_its_calls_is_not_lost(self):
         template = PLAIN_TEMPLATE.replace("{{ m.content }}", "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
                                           "{% else %}{{ m.content }}{% endif %}")
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "I look.", "tool_calls": [WEATHER]}]
@@ -317,25 +317,25 @@ class Conversations(unittest.TestCase):
     def test_rows_are_taken_in_every_form(self):
         talks = [drawn_talk(self.draw, "qwen3") for _ in range(8)]
         calls = [{"type": "function", "function": {"name": "look", "description": "Looks."}}]
-        for beside in ({}, {"tools": [calls] * 8}, {"tools": [json.dumps(calls)] * 8}):
-            tools = calls if beside else None
+        for more in ({}, {"tools": [calls] * 8}, {"tools": [json.dumps(calls)] * 8}):
+            tools = calls if more else None
             expected = self.files("qwen3", self.write_lines([{"messages": talk, "tools": tools} for talk in talks]))
             for column, values in (("messages", [with_parts(self.draw, talk) for talk in talks]),
                                    ("conversations", [as_sharegpt(self.draw, talk)["conversations"] for talk in talks]),
                                    ("talk", talks)):
-                pyarrow.parquet.write_table(pyarrow.table({"n": [1] * 8, column: values, **beside}),
+                pyarrow.parquet.write_table(pyarrow.table({"n": [1] * 8, column: values, **more}),
                                             self.folder / "talks.parquet")
                 words = ["--field", "talk"] if column == "talk" else []
                 self.run_on("qwen3", *words, "talks.parquet")
                 for ending in ENDINGS:
-                    self.assertEqual((self.folder / f"out.{ending}").read_bytes(), expected[ending], (column, beside))
+                    self.assertEqual((self.folder / f"out.{ending}").read_bytes(), expected[ending], (column, more))
         expected = self.files("qwen3", self.write_lines([talk[-2:] for talk in talks]))
         pyarrow.parquet.write_table(pyarrow.table({"prompt": [talk[-2]["content"] for talk in talks],
                                                    "completion": [talk[-1]["content"] for talk in talks]}),
                                     self.folder / "talks.parquet")
         self.assertEqual(self.files("qwen3", "talks.parquet"), expected)
 
-    def test_a_folder_has_lists_beside_lines(self):
+    def test_a_folder_has_lists_and_lines(self):
         talks = [drawn_talk(self.draw, "llama3") for _ in range(4)]
         expected = self.files("llama3", self.write_lines(talks))
         (self.folder / "data").mkdir()
@@ -380,18 +380,18 @@ class Conversations(unittest.TestCase):
                 ([user, {**said, "reasoning_content": [{"type": "image"}]}], 'message 2, part 1: found the type "image"'),
                 ([user, {"from": "function_call", "value": "{}"}], 'message 2: found from "function_call", expected one of'),
                 ([user, "b"], 'message 2: found "b", expected {"role", "content"}'),
-                ({"messages": [user, said], "images": ["a.png"]}, "found images beside the messages"),
-                ({"conversations": [user, said], "image": "a.png"}, "found image beside the messages"),
+                ({"messages": [user, said], "images": ["a.png"]}, "found images next to the messages"),
+                ({"conversations": [user, said], "image": "a.png"}, "found image next to the messages"),
                 ({"messages": [user, said], "tools": {"a": 1}}, "tools: found"),
                 ({"messages": [user, said], "tools": "["}, "tools: found no JSON"),
-                ({"messages": [{"role": "system", "content": "a"}, user, said], "system": "b"}, "found a system beside"),
+                ({"messages": [{"role": "system", "content": "a"}, user, said], "system": "b"}, "found a system next to"),
                 ({"prompt": "a"}, "found the keys prompt, expected a list of"),
                 ({"prompt": [user, said], "completion": [user]}, "found no message of the assistant"),
                 ({"data": [[user, said]]}, "found the keys data, expected a list of"),
-                ({"messages": [user, said], "documents": ["a"]}, "found documents beside the messages"),
+                ({"messages": [user, said], "documents": ["a"]}, "found documents next to the messages"),
                 ({"messages": [user, said], "system": "a", "system_prompt": "b"}, "found system and system_prompt that say"),
                 ({"messages": [{"role": "system", "content": "a"}, user, said], "system_prompt": "b"},
-                 "found a system_prompt beside"),
+                 "found a system_prompt next to"),
                 ({"messages": [user, said], "conversations": [user, user, said]}, "found messages and conversations that say"),
                 ({"messages": [user, said], "prompt": "c"}, "found messages and prompt that say"),
                 ({"messages": [user, said], "prompt": "a", "completion": "c"}, "found messages and completion that say"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `tessera convert` writes of models with experts: under the names of files, whatever stands in memory.
+"""`tessera convert` of models with experts: tensors under the names of files, for any layout in memory.
 
 A part of the folders; all of them with TESSERA_FULL=1 (`scripts/full families`). Run by ctest with
 TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `transformers` is missing, as with TESSERA_TORCH.

@@ -28,7 +28,7 @@ FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixe
            "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed", "qwen3-next-fp32", "qwen3-next-mixed", "qwen3-5-text-mixed",
            "nemotron-h-fp32", "nemotron-h-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
-# Of a second fp32 implementation, from the README of the reference data.
+# From a second fp32 implementation, in the README of the reference data.
 LOGITS_BOUND = 5e-5
 GROUP_LOGITS_BOUND = 1e-4  # of the full DeepSeek V2
 FULL = os.environ.get("TESSERA_FULL") == "1"
@@ -148,7 +148,8 @@ class ConvertFolder(Program):
                 bound = GROUP_LOGITS_BOUND if "group" in name else LOGITS_BOUND
                 self.assertLess((found - ours).abs().max(), bound)
                 self.assertLess((found - expected["logits"]).abs().max(), bound)
-                # What transformers reads from the folder is what it wrote there once, key for key.
+                # The config that transformers reads from the folder is what it wrote there once,
+                # key for key.
                 original = transformers.AutoConfig.from_pretrained(DATA / name).to_dict()
                 written = transformers.AutoConfig.from_pretrained(out).to_dict()
                 for key in ("_name_or_path", "transformers_version", "head_dim", "partial_rotary_factor", *HUB_ONLY):

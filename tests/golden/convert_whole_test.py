@@ -74,7 +74,7 @@ class ConvertGemma3(Program):
     """A folder of the whole model: its text model comes out."""
 
     def whole_folder(self, name, prefix):
-        """The text model's tensors under names of the whole one, beside some of a vision tower."""
+        """The text model's tensors under names of the whole one, with some of a vision tower."""
         folder = self.folder / name
         folder.mkdir()
         source = DATA / "gemma3-text-fp32"

@@ -31,7 +31,7 @@ std::vector<Degrees> all_degrees(Experts experts);
 /// A few of them: each axis alone, each pair, and every form of sequence, router and experts.
 std::vector<Degrees> one_of_each_form(Experts experts);
 
-// Of a folder of tests/golden/data.
+// Reads the spec of a folder of tests/golden/data.
 
 models::ModelSpec spec_of(const std::string& folder);
 Experts experts_of(const std::string& folder);

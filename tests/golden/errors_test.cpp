@@ -1,5 +1,4 @@
-// What is wrong with a folder or a batch is said before the first step, on two ranks, with its
-// name.
+// A fault of a folder or a batch is reported before the first step, on two ranks, with its name.
 
 #include <cstring>
 #include <nlohmann/json.hpp>
@@ -21,7 +20,7 @@ StoredTensor& tensor_of(std::vector<StoredTensor>& tensors, const std::string& n
   return *found;
 }
 
-/// What gradients and train both say of the folder.
+/// Returns what gradients and train both say of the folder.
 std::string error_of_folder(const std::filesystem::path& folder, ErrorKind kind) {
   const auto& reference = Reference::of("qwen3-fp32");
   const auto message =
@@ -59,7 +58,7 @@ TEST(GoldenErrors, ExtraTensorIsNamed) {
               Says("model.layers.4.mlp.up_proj.weight", "config.json"));
 }
 
-// Naive: which of two different weights was meant is decided by whoever reads last.
+// Naive: the last reader decides which of two different weights was meant.
 TEST(GoldenErrors, ATiedHeadThatIsStoredInAnotherDtypeIsNamedWithBoth) {
   const auto with_head = [](DType dtype) {
     return changed_folder("llama-fp32", [dtype](auto& tensors) {

@@ -1,6 +1,6 @@
 // 50 steps of every later family's reference folder on real text (text_training.h), with what evens
-// out the load of its experts: whatever the layout, losses part from one rank's no further than
-// those part from runs whose weights were moved by one ulp.
+// out the load of its experts: in every layout, losses part from one rank's no further than those
+// part from runs whose weights were moved by one ulp.
 //
 // The class of bug: what is right in the first step and goes wrong in the next ones, such as biases
 // of a router that one rank moves and another does not. One of two layouts of the present trainers'
@@ -36,7 +36,7 @@ std::vector<Degrees> layouts_of(const std::string& folder) {
 
 class FamilyTraining : public ::testing::TestWithParam<std::string> {
  protected:
-  /// Of micro-batches another one than of the whole batch.
+  /// Micro-batches have another one than the whole batch.
   bool has_auxiliary_loss() const { return spec_.moe && !spec_.moe->has_stored_bias(); }
   std::string folder() const { return GetParam() + "-fp32"; }
 
@@ -65,7 +65,7 @@ class FamilyTraining : public ::testing::TestWithParam<std::string> {
     write_model(path, config_text(), read_model(data_folder(folder())), 1);
     return path;
   }
-  /// Of each family once.
+  /// Computed once for each family.
   const Spread& of_one_rank() const {
     static std::map<std::string, Spread> kept;
     const auto found = kept.find(folder());

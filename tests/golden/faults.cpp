@@ -109,8 +109,8 @@ void set_up(train::Config& config, Setting setting) {
 std::function<void(train::MicroBatch&)> batch_of(Setting setting) {
   if (setting != Setting::kPacked) return {};
   return [](train::MicroBatch& batch) {
-    // Three documents a row, of which one is longer than a chunk of the delta rule and none begins at
-    // a chunk's.
+    // Three documents a row: one is longer than a chunk of the delta rule, and none begins at a
+    // chunk's begin.
     const std::int64_t tokens = batch.input_ids.size(1), second = 5, third = tokens - 7;
     at::Tensor starts = at::zeros_like(batch.input_ids);
     starts.narrow(1, second, third - second).fill_(second);

@@ -29,17 +29,18 @@ enum class CaughtBy : std::uint8_t {
   kNothing,     ///< does no harm here
 };
 
-/// What the run has that is no fault: the sound one that it is compared with has it, too.
+/// The settings of a run that are no fault: the sound run that it is compared with has them, too.
 enum class Setting : std::uint8_t {
   kPlain,
   kAuxiliaryLoss,
   kScoresBefore,
   kBalance,        ///< the bias on the choice of experts
   kBalanceByRows,  ///< the same, a micro-batch a row
-  kAdapters,       ///< of kQwen's experts, trained a little, beside the frozen model
+  kAdapters,       ///< of kQwen's experts, trained a little, on the frozen model
   kPacked,         ///< rows of several documents
 };
-/// The first call with kAdapters trains them, on threads as ranks: not on one of a rank's own.
+/// The first call with kAdapters trains them, with threads as ranks: it may not run on a rank's
+/// thread.
 void set_up(train::Config& config, Setting setting);
 /// The same of its batch, in Changes::batch; empty where the batch is the folder's.
 std::function<void(train::MicroBatch&)> batch_of(Setting setting);
@@ -68,7 +69,7 @@ struct Ground {
 };
 std::string to_string(const Ground& ground);
 std::ostream& operator<<(std::ostream& out, const Ground& ground);
-/// Of all faults, each once.
+/// The grounds of all faults, each once.
 std::vector<Ground> all_grounds();
 
 const std::vector<Fault>& all_faults();

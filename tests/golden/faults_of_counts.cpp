@@ -1,4 +1,4 @@
-// What follows from how often experts were chosen: the auxiliary loss and the bias on the choice.
+// Faults of the counts of chosen experts: in the auxiliary loss and the bias on the choice.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ Changes counts_of_layers(std::function<at::Tensor(int, const Transition&, const 
   }};
 }
 
-/// Of the counts of a step only those of ranks with this rank's coordinate on tp are added.
+/// Adds only the counts of ranks with this rank's coordinate on tp.
 Changes counts_over_dp_alone() {
   return {.sums = [](const RankParts& rank) {
     return std::make_unique<SumStandIn>(
@@ -64,7 +64,7 @@ Changes counts_over_dp_alone() {
   }};
 }
 
-/// Of the counts of a step a rank takes its own.
+/// Takes only the rank's counts of a step.
 Changes counts_of_one_rank() {
   return {.sums = [](const RankParts& rank) {
     return std::make_unique<SumStandIn>([=](train::RankSum what,
@@ -96,7 +96,7 @@ std::vector<Fault> of_the_auxiliary_loss() {
            [](const Transition&, const at::Tensor& grad) { return at::zeros_like(grad); }),
        CaughtBy::kGradients, "mlp.gate.weight", setting, true},
       {"CountsOverwrittenByTheirSum",
-       "The counts' sum over tp overwrites a rank's own counts, and is summed again",
+       "The counts' sum over tp overwrites the counts of the rank, and is summed again",
        "Megatron-LM #7452, item 10", kQwen, all,
        counts_of_layers([](int, const Transition&, const at::Tensor& counts) { return counts; }),
        CaughtBy::kGradients, "mlp.gate.weight", setting},

@@ -38,30 +38,30 @@ std::vector<Fault> of_routers() {
        "torchtitan #2387", kQwen, all,
        parts([=](const RankParts& rank) { contract(rank, "mlp.gate", gate); }), CaughtBy::kSharding,
        "model.layers.0.mlp.gate.weight"},
-      {"RouterUnreducedOnAllTokens", "Nobody sums the router's gradient, experts whole",
+      {"RouterUnreducedOnAllTokens", "No rank sums the router's gradient, experts whole",
        "torchtitan #2387, etp 1", kQwen, all, placed("mlp.gate", gate), CaughtBy::kInvariance,
        "mlp.gate.weight"},
-      {"RouterUnreducedBeforeCutExperts", "Nobody sums the router's gradient, experts cut",
+      {"RouterUnreducedBeforeCutExperts", "No rank sums the router's gradient, experts cut",
        "torchtitan #2387, etp = tp", kQwen, cut, placed("mlp.gate", gate), CaughtBy::kInvariance,
        "mlp.gate.weight"},
-      {"RouterUnreducedOnShards", "Nobody sums the router's gradient, router on shards",
+      {"RouterUnreducedOnShards", "No rank sums the router's gradient, router on shards",
        "Megatron-LM #599, torchtitan #4054", kQwen, shards, placed("mlp.gate", gate),
        CaughtBy::kInvariance, "mlp.gate.weight"},
-      {"RouterBiasUnreduced", "Nobody sums the gradient of the router's bias", "torchtitan #4054",
+      {"RouterBiasUnreduced", "No rank sums the gradient of the router's bias", "torchtitan #4054",
        kGptOss, shards, placed("mlp.router", gate), CaughtBy::kInvariance, "mlp.router.bias"},
       {"RouterUnreducedScoresBefore",
-       "Nobody sums the router's gradient, experts whole, scores before them",
+       "No rank sums the router's gradient, experts whole, scores before them",
        "torchtitan #2387, etp 1", kQwen, all, placed("mlp.gate", gate), CaughtBy::kInvariance,
        "mlp.gate.weight", Setting::kScoresBefore, true},
       {"RouterUnreducedBeforeCutExpertsScoresBefore",
-       "Nobody sums the router's gradient, experts cut, scores before them", "torchtitan #1805",
+       "No rank sums the router's gradient, experts cut, scores before them", "torchtitan #1805",
        kQwen, cut, placed("mlp.gate", gate), CaughtBy::kInvariance, "mlp.gate.weight",
        Setting::kScoresBefore, true},
-      {"RouterOfSigmoidsUnreduced", "Nobody sums the gradient of a router of sigmoids",
+      {"RouterOfSigmoidsUnreduced", "No rank sums the gradient of a router of sigmoids",
        "next to torchtitan #2387", kSigmoid, all, placed("mlp.gate", gate), CaughtBy::kInvariance,
        "mlp.gate.weight"},
       {"RouterOfInputsUnreduced",
-       "Nobody sums the gradient of the router whose scores multiply inputs",
+       "No rank sums the gradient of the router whose scores multiply inputs",
        "torchtitan #2387, etp 1", kLlama4, all, placed("feed_forward.router", gate),
        CaughtBy::kInvariance, "feed_forward.router.weight"},
   };
@@ -86,11 +86,11 @@ std::vector<Fault> of_cut_experts() {
       {"WholeExpertsNotOverTp", "Experts whole, ep 1, are summed over the dense group alone",
        "next to Megatron-LM #1622", kQwen, whole, placed("mlp.experts", invariant("tp", 2)),
        CaughtBy::kInvariance, "mlp.experts.down_proj"},
-      {"FirstFactorOfCutExperts", "Nobody sums A's gradient beside experts' cut outputs",
+      {"FirstFactorOfCutExperts", "No rank sums A's gradient of experts with cut outputs",
        "next to Megatron-LM #1622", kQwen, all_cut,
        placed("experts.gate_up_proj.lora_A", invariant("tp", 2)), CaughtBy::kInvariance,
        "gate_up_proj.lora_A.weight", Setting::kAdapters, true},
-      {"SecondFactorOfCutExperts", "Nobody sums B's gradient beside experts' cut inputs",
+      {"SecondFactorOfCutExperts", "No rank sums B's gradient of experts with cut inputs",
        "next to Megatron-LM #1622", kQwen, all_cut,
        placed("experts.down_proj.lora_B", invariant("tp", 2)), CaughtBy::kInvariance,
        "down_proj.lora_B.weight", Setting::kAdapters, true},
@@ -99,7 +99,7 @@ std::vector<Fault> of_cut_experts() {
 
 constexpr std::int64_t kRotary = 8;  ///< rows of kv_a_proj_with_mqa that make the shared key
 
-/// The layer sums the gradient of its latents, and not that of the key beside them.
+/// The layer sums the gradient of its latents, and not that of the key next to them.
 void sum_latents_alone(const RankParts& rank) {
   place(rank, "kv_a_proj_with_mqa", invariant("tp", 2));
   on_raw_gradient(
@@ -112,14 +112,14 @@ void sum_latents_alone(const RankParts& rank) {
       });
 }
 
-/// What cut heads share, and norms of them.
+/// Faults of parameters that cut heads share, and of their norms.
 std::vector<Fault> of_heads() {
   const Degrees whole{.tp = 2, .sequence = false};
   const auto everywhere = invariant("tp", 2);
   return {
       {"HeadNormsUnreduced", "Norms of cut heads count as Invariant", "SkyRL #2226", kQwen, whole,
        placed("q_norm", everywhere), CaughtBy::kInvariance, "q_norm.weight"},
-      {"SharedKeyUnreduced", "Nobody sums the gradient of the key that cut heads share",
+      {"SharedKeyUnreduced", "No rank sums the gradient of the key that cut heads share",
        "Megatron-LM #6839", kDeepseek, whole, parts(sum_latents_alone), CaughtBy::kInvariance,
        "kv_a_proj_with_mqa.weight"},
       {"LatentNormUnreduced", "The norm of latents that cut heads share counts as Invariant",

@@ -80,7 +80,8 @@ std::vector<Fault> faults_of_losses() {
   const Degrees both{.shard = 2, .tp = 2};
   const Degrees replicas{.replicate = 2, .tp = 2};
   return {
-      {"SoftmaxOfTheOwnVocabulary", "The loss divides by a sum over the rank's own vocabulary",
+      {"SoftmaxOfTheOwnVocabulary",
+       "The loss divides by a sum over the rank's part of the vocabulary",
        "Megatron-LM #7452, item 1", kQwen, shards,
        exponentials([](const Transition& of, const at::Tensor& sums) {
          const at::Tensor own = sums[of.axis.rank].clone();

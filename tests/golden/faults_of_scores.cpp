@@ -18,7 +18,7 @@ constexpr const char* kStoredBias = "mlp.gate.e_score_correction_bias";
 
 bool is_stored(const std::string& buffer) { return models::HasExpertBias::is_stored_name(buffer); }
 
-/// Of the layers with experts, in their order.
+/// Returns the biases of the layers with experts, in their order.
 std::vector<at::Tensor> stored_biases(const RankParts& rank) {
   std::vector<at::Tensor> biases;
   for (const auto& buffer : rank.parts.model->named_buffers()) {

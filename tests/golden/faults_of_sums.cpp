@@ -42,7 +42,7 @@ void divided_by_own_group(const RankParts& rank) {
   });
 }
 
-/// What the norm wrongly leaves out of this rank's shards.
+/// Whether the norm wrongly leaves out a shard of this rank.
 using LeftOut = std::function<bool(const RankParts&, const ShardView&)>;
 
 /// As gradient_norm, without that.
@@ -72,7 +72,7 @@ Changes norm_leaves_out(const LeftOut& left_out) {
   }};
 }
 
-/// Of what is cut over `axis` only the first rank's part counts.
+/// Counts only the first rank's part of what is cut over `axis`.
 Changes only_first_counts(std::string axis) {
   return norm_leaves_out([=](const RankParts&, const ShardView& view) {
     const auto& axes = view.contract->layout.axes;

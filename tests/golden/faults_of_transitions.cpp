@@ -160,7 +160,7 @@ std::vector<Fault> inside_experts() {
   const Degrees cut{.tp = 2, .etp = 2};
   const Degrees spread{.shard = 2, .tp = 2, .ep = 2, .etp = 2};
   return {
-      {"RoutedInputNotReduced", "The gradient of the routed tokens stays the rank's own",
+      {"RoutedInputNotReduced", "The gradient of the routed tokens stays local to the rank",
        "torchtitan #1805, #1878", kQwen, whole, backward_of(kSlice, own_rows_only),
        CaughtBy::kInvariance, "post_attention_layernorm.weight"},
       {"OneBranchReducedTwice", "One branch is summed inside and again at the boundary",
@@ -210,7 +210,7 @@ std::vector<Fault> inside_experts() {
        "next to Megatron-LM #7452, item 5", kQwen, whole, part_of_the_next_rank(kSlice, 0),
        CaughtBy::kGradients, "post_attention_layernorm.weight"},
       {"RoutedGradientGathered",
-       "Beside shared experts the routed tokens' gradient is gathered, and summed at the entry",
+       "With shared experts the routed tokens' gradient is gathered, and summed at the entry",
        "next to torchtitan #1878", kDeepseek, whole, backward_of(kSlice, gathered),
        CaughtBy::kGradients, "post_attention_layernorm.weight"},
       {"ExpertBiasOnEveryRank", "The bias after cut experts is added by every rank",

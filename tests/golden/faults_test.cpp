@@ -83,7 +83,7 @@ bool names(const std::vector<std::string>& all, const std::string& part) {
 
 class SoundLayout : public ::testing::TestWithParam<Ground> {};
 
-// What the faults are put into is right: nothing below finds anything in it.
+// The grounds without faults are sound: no check finds anything.
 TEST_P(SoundLayout, IsRight) {
   const Ground& ground = GetParam();
   const Step found = run_step(ground.folder, ground.degrees, sound(ground.setting));
@@ -165,7 +165,7 @@ std::vector<std::string> table_of(const std::string& page, const std::string& se
   return rows;
 }
 
-/// Of two sorted lists what the first has more.
+/// Returns what the first of two sorted lists has in addition.
 std::vector<std::string> more(const std::vector<std::string>& all,
                               const std::vector<std::string>& others) {
   std::vector<std::string> result;

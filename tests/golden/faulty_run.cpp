@@ -171,7 +171,8 @@ struct Declared : nn::PlacedModule {
   static constexpr auto kSay = &Declared::declare;
 };
 
-/// Of every parameter whose name, or whose module's name, ends so: its module and its name there.
+/// Calls `act` for every parameter whose name, or whose module's name, ends so: with its module and
+/// its name there.
 template <class F>
 void for_parameters(const RankParts& rank, std::string_view ending, F&& act) {
   int met = 0;

@@ -39,7 +39,7 @@ struct SumStandIn {
   Way way;
 };
 
-/// What a rank has before its model is sharded.
+/// The parts of a rank before its model is sharded.
 struct RankParts {
   const Mesh& mesh;
   train::ModelParts& parts;
@@ -52,13 +52,13 @@ struct RankParts {
 /// Empty functions change nothing.
 struct Changes {
   std::function<void(train::Config&)> config = {};
-  /// Of what config.json says.
+  /// Changes what config.json says.
   std::function<void(models::ModelSpec&)> spec = {};
   std::function<void(const RankParts&)> parts = {};
   std::function<std::unique_ptr<StandIn>(const RankParts&)> transitions = {};
   std::function<std::unique_ptr<SumStandIn>(const RankParts&)> sums = {};
   std::function<double(const RankParts&, const ShardedBase&)> norm = {};
-  /// Of each micro-batch.
+  /// Changes each micro-batch.
   std::function<void(train::MicroBatch&)> batch = {};
   /// In place of the starts of documents that a part of a layer with a state goes by.
   std::function<at::Tensor(nn::StatePart, const at::Tensor&)> starts = {};
@@ -82,7 +82,7 @@ Step run_step(const std::string& folder, const Degrees& degrees, const Changes& 
 
 // `ending`: of the names of modules, whose own parameters are meant, or of parameters.
 
-/// What layers declare of parameters.
+/// Replaces what layers declare of parameters.
 void declare(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);
 /// The same in the contract, with the sums that follow.
 void contract(const RankParts& rank, std::string_view ending, const ParameterLayout& layout);

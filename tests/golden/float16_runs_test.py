@@ -89,7 +89,7 @@ class Float16(unittest.TestCase):
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def test_fp16_storage_with_its_copy_has_the_bits_of_fp32_storage(self):
-        """Naive: updates of 1e-4 are lost beside weights in fp16."""
+        """Naive: updates of 1e-4 are lost in weights in fp16."""
         wire = ("--precision.reduce_dtype", "float16")
         self.train("wide", *HALF, *wire, "--precision.storage_dtype", "float32")
         self.train("narrow", *HALF, *wire, "--precision.storage_dtype", "auto")
@@ -139,7 +139,7 @@ class Float16(unittest.TestCase):
                     expected = 1e-4 * scheduled(updates + 1, warmup, decay, 2, factor)
                     self.assertAlmostEqual(lr, expected, delta=1e-12 * expected)
                     updates += made
-                # A shorter run would have another schedule: this one goes on from one of its steps.
+                # A shorter run would have another schedule: this one resumes from one of its steps.
                 shutil.copytree(self.folder / whole, self.folder / parts)
                 again = draw.randint(1, STEPS - 1)
                 self.train(parts, *words, "--checkpoint.load_step", again)

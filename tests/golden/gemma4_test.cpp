@@ -1,6 +1,7 @@
 // Gemma 4 under sharding: training against transformers, a frozen tower, images and routing of a
-// batch file. Its gradients are in gradients_test.cpp, in bf16 in narrow_layouts_test.cpp. Runs have one
-// half of the layouts for each of the two folders in ./test, all of them under `scripts/full golden`.
+// batch file. Its gradients are in gradients_test.cpp, in bf16 in narrow_layouts_test.cpp. Runs
+// have one half of the layouts for each of the two folders in ./test, all of them under
+// `scripts/full golden`.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -143,7 +144,7 @@ TEST_P(GoldenGemma4, AWholeTowerOnEveryRankGivesTheBitsOfAShardedOne) {
   }
 }
 
-// Property: a run that is interrupted goes on bit for bit, buffers and a whole tower included.
+// Property: a run that is interrupted resumes bit for bit, buffers and a whole tower included.
 TEST_P(GoldenGemma4, ARunGoesOnFromItsCheckpoint) {
   for (const auto frozen : {FrozenAs::kShard, FrozenAs::kReplicate}) {
     const std::vector<Layout> layouts{{.ranks = 1}, {.ranks = 4, .replicas = 2}};
@@ -198,7 +199,7 @@ TEST_P(GoldenGemma4, SavedAndExportedBuffersHaveTheBitsOfTheFileAlsoAfterAResump
     ASSERT_TRUE(std::ranges::any_of(expected, loses)) << "nothing to lose in this folder";
   }
   const TemporaryFolder folder;
-  for (const int step : {1, 2}) {  // the second run goes on, on other ranks
+  for (const int step : {1, 2}) {  // the second run resumes, on other ranks
     const Layout layout{.ranks = step};
     auto config = training_config(reference(), OptimizerKind::kSgd, layout);
     config.precision = {};  // bf16: the tower's buffers are cast

@@ -123,8 +123,8 @@ INSTANTIATE_TEST_SUITE_P(Families, LayoutProduct, ::testing::ValuesIn(kFamilies)
 
 // ------------------------------------------------------------------------ later families
 
-// Both dtypes of a folder in the whole product. How rows are cut, what carries sums and when memory
-// is given back knows nothing of a family: here these change from case to case.
+// The whole product has both dtypes of a folder. How rows are cut, what carries sums and when
+// memory is resharded does not depend on a family: here these change from case to case.
 
 const std::vector<std::string>& later_folders() {
   static const auto all = [] {

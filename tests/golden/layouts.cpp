@@ -147,7 +147,7 @@ TrainingRun run_training(train::Config config, const Layout& layout,
         const std::lock_guard lock(mutex);
         const auto [place, is_new] =
             run.parameters[metrics.step].emplace(name, parameter.detach().cpu().clone());
-        // Of a tied pair each end has one.
+        // Each end of a tied pair has a gradient.
         EXPECT_TRUE(is_new || test::same_bits(place->second, parameter))
             << name << " of two stages";
       });

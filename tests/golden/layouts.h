@@ -36,7 +36,7 @@ struct Layout {
 };
 std::string to_string(const Layout& layout);
 
-/// What of the layout stands in a config; fp32 compute.
+/// Returns the config of a layout; fp32 compute.
 train::Config config_for(const Layout& layout);
 
 enum class Routing { kOwn, kImposed };  ///< of the model, or of the batch file
@@ -46,8 +46,8 @@ Gradients run_gradients(train::Config config, const Layout& layout, const std::s
 /// The one batch of a folder's reference, in fp32.
 Gradients run_gradients(const std::filesystem::path& model, const Layout& layout,
                         const std::string& batch);
-/// Of bf16 compute: the loss, and 1 - cosine of every gradient whose name `compared` holds for
-/// (none: of all).
+/// Compares in bf16 compute: the loss, and 1 - cosine of every gradient whose name `compared` holds
+/// for (none: of all).
 void expect_same_directions(const Gradients& found, const Reference& reference,
                             const std::function<bool(const std::string&)>& compared = {});
 void expect_same_bits(const Gradients& found, const Gradients& expected);

@@ -51,7 +51,7 @@ std::shared_ptr<tessera::ShardedBase> load(const std::string& folder, World& wor
                             world.mesh(train::mesh_shape(dims)));
 }
 
-/// What the whole model costs when it is held: its copies, or its pages.
+/// Holds the whole model: its copies, or its pages.
 std::vector<at::Tensor> hold_everything(const tessera::HfFolder& folder, const std::string& how) {
   std::vector<at::Tensor> copies;
   std::int64_t sum = 0;

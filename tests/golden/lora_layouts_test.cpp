@@ -1,4 +1,4 @@
-// Adapters beside layers that ranks share: their gradients are those of one rank, which peft has
+// Adapters of layers that ranks share: their gradients are those of one rank, which peft has
 // computed too (lora_test.py). In ./test --all a third of the layouts for each family, all of them
 // under `scripts/full golden`.
 #include <ATen/ATen.h>
@@ -62,7 +62,7 @@ std::vector<std::string> linears_of(const std::string& folder) {
   return {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"};
 }
 
-/// Of images, and of the inputs of experts, nothing can be dropped.
+/// Images and the inputs of experts cannot be dropped.
 std::vector<std::string> targets_of(const std::string& folder, double dropout) {
   std::vector<std::string> targets = linears_of(folder);
   if (dropout > 0) {
@@ -188,8 +188,8 @@ TEST_P(LoraLayouts, DropoutIsThatOfOneRank) {
   }
 }
 
-// Of fp32 losses of one order of additions and another, after five steps. SGD: AdamW's first steps
-// make a whole one out of noise.
+// Compares fp32 losses of two orders of additions after five steps. SGD: AdamW's first steps make a
+// whole one out of noise.
 TEST(LoraDropout, TrainingUnderTpIsThatOfOneRankAlsoRecomputedAndResumed) {
   const Degrees one;
   const Degrees two{.tp = 2};
@@ -253,7 +253,7 @@ class LoraOfExperts : public ::testing::TestWithParam<std::string> {
 };
 
 // Each layout with its own way for tokens and factors; recomputed and replayed the bits are the
-// same, and a run may go on in any of them.
+// same, and a run may resume in any of them.
 TEST_P(LoraOfExperts, TrainUnderEveryLayoutAsOnOneRankAlsoRecomputedAndResumed) {
   const auto losses = [&](const train::Config& config, const Degrees& degrees) {
     return run_training(config, layout_of(degrees)).losses;
@@ -320,7 +320,8 @@ at::Tensor whole(const TensorSource& folder, const std::string& name) {
   return train::read_elements(folder, name, 0, info.numel()).view(info.shape).to(at::kDouble);
 }
 
-/// What is added to a tensor of the files, of experts 0 to E - 1 (of one, where it says its number).
+/// Returns what is added to a tensor of the files, of experts 0 to E - 1 (of one, where it says its
+/// number).
 at::Tensor added(const train::ModelSource& source, const std::string& name) {
   const std::string stem = name.substr(0, name.find(".experts.") + 9);
   const bool is_down = name.find("down_proj") != std::string::npos;

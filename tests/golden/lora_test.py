@@ -28,7 +28,7 @@ except ImportError as missing:
 DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 FULL = os.environ.get("TESSERA_FULL") == "1"
 FLOAT32 = ("--precision.param_dtype", "float32")
-# Of a second fp32 implementation, from the README of the reference data.
+# From a second fp32 implementation, in the README of the reference data.
 LOGITS_BOUND = 5e-5
 LOSS_BOUND = 5e-6
 GRADIENT_BOUND = 5e-5  # relative L2
@@ -151,7 +151,7 @@ class Lora(unittest.TestCase):
                 for layout in layouts:
                     self.expect_gradients(self.gradients(checkpoint, name, *layout), truth)
 
-    def test_beside_a_bf16_model_gradients_point_where_those_of_fp64_do(self):
+    def test_with_a_bf16_model_gradients_point_where_those_of_fp64_do(self):
         checkpoint = self.train(DATA / "qwen3-fp32")
         self.run_tessera("convert", checkpoint, "adapter")
         truth = self.truth(DATA / "qwen3-fp32", self.folder / "adapter", "qwen3-fp32")[2]

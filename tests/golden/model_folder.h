@@ -18,7 +18,7 @@ struct StoredTensor {
   std::vector<std::byte> bytes;
 };
 
-/// Of model.safetensors of a folder, in the order of their bytes.
+/// Reads model.safetensors of a folder, in the order of its bytes.
 std::vector<StoredTensor> read_model(const std::filesystem::path& folder);
 
 /// Writes config.json and the tensors: into model.safetensors, or with more than one file in turn

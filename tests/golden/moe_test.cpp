@@ -46,7 +46,7 @@ class GoldenMoeLoads : public GoldenMoe {
   }
 };
 
-// Of step 1, whose weights are the file's: counts of the recorded choice, whoever holds the rows.
+// Step 1 has the file's weights: counts of the recorded choice, for any distribution of rows.
 TEST_P(GoldenMoeLoads, InTheMetricsAreThoseOfTheWholeBatch) {
   const auto first_line = [&](const Layout& layout) {
     auto settings = training_config(reference(), OptimizerKind::kSgd, layout);

@@ -1,7 +1,7 @@
 // 50 steps of a small mixture of experts on real text (text_training.h), in several layouts: they
 // part from one rank's run no further than that parts from itself when its weights are moved by one
-// ulp. In ./test two of the layouts are trained in, under `scripts/full families` all. Every family,
-// smaller: family_training_test.cpp.
+// ulp. ./test trains two of the layouts, `scripts/full families` all. Every family, smaller:
+// family_training_test.cpp.
 #include <ATen/ATen.h>
 
 #include "golden/layouts.h"
@@ -95,7 +95,7 @@ TEST_F(MoeTraining, GradientsOfTheFirstStepAreThoseOfOneRank) {
     std::size_t without = 0;
     for (const auto& [name, expected] : one.by_name) {
       const at::Tensor& gradient = found.by_name.at(name);
-      if (expected.count_nonzero().item<std::int64_t>() == 0) {  // an expert that nobody chose
+      if (expected.count_nonzero().item<std::int64_t>() == 0) {  // an expert that no token chose
         EXPECT_TRUE(gradient.equal(expected)) << name;
         ++without;
       } else {

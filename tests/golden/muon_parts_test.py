@@ -1,4 +1,4 @@
-"""One step of Muon, as a user does it, beside torch.optim.Muon of the same gradients, which transformers computed: each
+"""One step of Muon, as a user does it, against torch.optim.Muon of the same gradients, which transformers computed: each
 matrix of a fused weight is stepped alone, or with split_fused = false all of them as one."""
 
 import os

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`tessera train` on shards that are stored in bf16, beside fp32 ones.
+"""`tessera train` on shards that are stored in bf16, against fp32 ones.
 
 Run by ctest with TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `safetensors` is
 missing, as with TESSERA_TORCH.
@@ -63,18 +63,18 @@ class NarrowStorage(unittest.TestCase):
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def test_with_adamw_it_has_the_bits_of_fp32_storage_that_is_rounded_alike(self):
-        """Naive: without masters, updates of 1e-4 would vanish beside weights of 0.02."""
+        """Naive: without masters, updates of 1e-4 would vanish in weights of 0.02."""
         wide = self.train("wide", "float32", "--precision.param_rounding", "half_away")
         narrow = self.train("narrow", "auto")
         self.assertEqual(len(wide), STEPS)
         self.assertEqual(narrow, wide)
         fp32, stored = self.tensors("wide", "model/"), self.tensors("narrow", "model/")
-        beside = self.tensors("narrow", "optim/master_remainder/")
-        self.assertEqual(beside.keys(), fp32.keys())
+        remainders = self.tensors("narrow", "optim/master_remainder/")
+        self.assertEqual(remainders.keys(), fp32.keys())
         for name, value in fp32.items():
             with self.subTest(name):
-                self.assertEqual((stored[name].dtype, beside[name].dtype), (torch.bfloat16, torch.int16))
-                bits = (stored[name].view(torch.int16).to(torch.int32) << 16) + beside[name].to(torch.int32)
+                self.assertEqual((stored[name].dtype, remainders[name].dtype), (torch.bfloat16, torch.int16))
+                bits = (stored[name].view(torch.int16).to(torch.int32) << 16) + remainders[name].to(torch.int32)
                 self.assertTrue(torch.equal(bits.view(torch.float32), value))
                 self.assertFalse(torch.equal(stored[name].float(), value))
 

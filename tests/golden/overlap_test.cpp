@@ -1,10 +1,10 @@
-// A forward beside a backward (pipeline.overlap) has the bits of the same schedule in turn: losses,
-// norms, every gradient and the weights of clipped steps. The first step of a run records, and runs
-// its pairs in turn; each later one has to issue exchanges while the other pass is under way, on every
-// rank. A pairwise part in ./test, a large drawn one under `scripts/full overlap`.
+// A forward paired with a backward (pipeline.overlap) has the bits of the same schedule in turn:
+// losses, norms, every gradient and the weights of clipped steps. The first step of a run records,
+// and runs its pairs in turn; each later one has to issue exchanges while the other pass runs, on
+// every rank. A pairwise part in ./test, a large drawn one under `scripts/full overlap`.
 //
 // The class of bug: a pass that sees the other's grad mode, unit, gathered memory or place; a unit
-// given back while the other pass computes with it; a collective that ranks issue in another order.
+// resharded while the other pass computes with it; a collective that ranks issue in another order.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
@@ -47,7 +47,7 @@ constexpr double kMaxNorm = 0.01;
 
 // ------------------------------------------------------------------------ cases
 
-/// What a run has beside its layout.
+/// The variants of a run with the same layout.
 enum class Variant : std::uint8_t {
   kPlain,
   kAdapters,
@@ -60,7 +60,7 @@ enum class Variant : std::uint8_t {
 constexpr const char* kVariantNames[] = {"plain",        "adapters",  "packed",      "replayed",
                                          "frozen front", "auxiliary", "reduced each"};
 
-/// Of a schedule that has pairs, and its ranks of axis pp.
+/// A schedule that has pairs, and its ranks of axis pp.
 struct Plan {
   const char* kind;
   int stages = 1;
@@ -354,7 +354,7 @@ void expect_bits_in_turn(const Case& c) {
 
 // ------------------------------------------------------------------------ products
 
-/// What a product goes through beside plans, dtypes and ways to recompute and to gather.
+/// The dimensions of a product in addition to plans, dtypes and ways to recompute and to gather.
 struct Product {
   std::vector<std::string> folders;
   std::vector<Degrees> paired;
@@ -388,8 +388,8 @@ struct Product {
   }
 };
 
-/// A seeded part of the whole, which is hours. In ./test every two values that can stand together,
-/// each beside the folder that is next: as a dimension they would be as many again.
+/// A seeded part of the whole, which is hours. In ./test every two values that can occur together,
+/// each with the next folder in turn: as a dimension folders would be as many again.
 std::vector<Case> cases_of(const Product& product) {
   constexpr std::uint32_t kSeed = 45;
   constexpr std::size_t kDrawn = 2000;

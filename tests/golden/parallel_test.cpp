@@ -1,7 +1,7 @@
 // `tessera gradients` under tensor, expert and data parallelism against transformers: every
 // parameter's gradient by name, in every layout that the family's sizes divide; the others are
-// refused with their rule. In ./test --all a third of the layouts for each folder, all of them under
-// `scripts/full layouts`.
+// refused with their rule. In ./test --all a third of the layouts for each folder, all of them
+// under `scripts/full layouts`.
 //
 // Thread ranks; processes are tests/cli/layout_gradients_test.cpp's. The class of bug: a gradient
 // that is summed twice over an axis, or not at all, is off by a factor of the axis' size or by what

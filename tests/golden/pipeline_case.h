@@ -1,4 +1,4 @@
-// One pipeline beside other axes: what tests of pipelines vary.
+// One pipeline with other axes: what tests of pipelines vary.
 #pragma once
 
 #include <string>

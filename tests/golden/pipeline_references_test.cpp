@@ -1,5 +1,5 @@
 // Pipelines against transformers within its bounds: every folder under every kind of schedule, and
-// the later families beside other axes, a part in ./test --all, all of it under `scripts/full
+// the later families with other axes, a part in ./test --all, all of it under `scripts/full
 // pipeline` and `families`. Against the same layout without a pipeline: pipeline_test.cpp.
 
 #include <iterator>
@@ -27,7 +27,7 @@ void expect_transformers(const PipelineCase& c, int micro_batches) {
       reference);
 }
 
-/// Of two stages a rank only where there is a layer for each.
+/// Has two stages a rank only where there is a layer for each.
 std::vector<std::string> kinds_of_folder(const std::string& folder) {
   const bool has_layers = spec_of(folder).num_hidden_layers >= 4;
   auto kinds = kKinds;
@@ -45,7 +45,7 @@ TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayer
   }
 }
 
-// Later families beside every layout: above they stand alone.
+// Later families with every layout: above they are alone.
 
 const std::vector<std::string>& later_folders() {
   static const auto all = [] {
@@ -61,7 +61,7 @@ const std::vector<std::string>& later_kinds() {
   return test::full_proof() ? kKinds : few;
 }
 
-const std::vector<Degrees>& later_beside() {
+const std::vector<Degrees>& later_degrees() {
   static const std::vector<Degrees> few{{.shard = 2}, {.tp = 2}};
   static const std::vector<Degrees> all{{},
                                         {.shard = 2},
@@ -74,13 +74,13 @@ const std::vector<Degrees>& later_beside() {
   return test::full_proof() ? all : few;
 }
 
-/// When memory is given back knows nothing of a family: it changes from case to case.
+/// When memory is resharded does not depend on a family: it changes from case to case.
 PipelineCase later_case(const test::Choice& choice) {
   const std::size_t turn = choice[1] + choice[2] + choice[3] + choice[4];
   return {.folder = later_folders()[choice[0]],
           .schedule = later_kinds()[choice[1]],
           .stages = kRanks[choice[2]],
-          .paired = later_beside()[choice[3]],
+          .paired = later_degrees()[choice[3]],
           .recompute = kModes[choice[4]],
           .reshard = kReshard[turn % std::size(kReshard)]};
 }
@@ -92,10 +92,10 @@ bool is_later_case(const PipelineCase& c) {
   return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= spec_of(c.folder).num_hidden_layers;
 }
 
-TEST(PipelineOfLaterFamilies, IsTransformersBesideTheOtherAxes) {
+TEST(PipelineOfLaterFamilies, IsTransformersWithTheOtherAxes) {
   constexpr std::uint32_t kSeed = 6;
   const std::vector<std::size_t> all{later_folders().size(), later_kinds().size(),
-                                     std::size(kRanks), later_beside().size(), std::size(kModes)};
+                                     std::size(kRanks), later_degrees().size(), std::size(kModes)};
   const auto choices = test::cases(
       all, [](const test::Choice& choice) { return is_later_case(later_case(choice)); }, kSeed);
   EXPECT_GE(choices.size(), later_folders().size());

@@ -87,7 +87,7 @@ train::Config config_of(const PipelineCase& c) {
   if (c.folder == kEightLayers) set_eight_layers(config.model);
   config.activation_checkpoint.mode = c.recompute;
   if (c.bfloat16) config.precision = {};
-  if (has_experts(c.folder)) config.model.aux_loss_coef = 0.1;  // beside each kind and layout
+  if (has_experts(c.folder)) config.model.aux_loss_coef = 0.1;  // with each kind and layout
   config.pipeline.schedule = c.schedule;
   config.pipeline.micro_batches = kMicroBatches;
   config.pipeline.reshard = c.reshard;
@@ -172,7 +172,7 @@ std::string to_string(const TiedCase& c) {
 }
 
 const std::vector<std::string> kTiedKinds{"1F1B", "ZB1P", "ZBV"};
-const std::vector<Degrees> kBesideTied{
+const std::vector<Degrees> kTiedDegrees{
     {}, {.shard = 2}, {.replicate = 2}, {.replicate = 2, .shard = 2}, {.tp = 2}};
 
 // The floats of both ends are added in another order than without a pipeline (first + last, each
@@ -203,7 +203,7 @@ void expect_sums_of_no_pipeline(const TiedCase& c) {
   auto found = run_gradients(config, with_stages(layout_of(c.paired), c.stages), batch);
   std::filesystem::remove(batch);
   if (c.sync_every && c.schedule != "1F1B") {
-    // What an I has left goes out with an earlier micro-batch (docs/pipeline.md).
+    // The gradients left by an I are issued with an earlier micro-batch (docs/pipeline.md).
     EXPECT_EQ(found.loss, expected.loss);
     EXPECT_TRUE(test::same_bits(found.logits, expected.logits)) << "logits";
     return expect_sums_in_another_order(found.by_name, expected.by_name);
@@ -220,9 +220,9 @@ void expect_sums_of_no_pipeline(const TiedCase& c) {
 TEST(PipelineOfTiedEnds, HasTheSumsOfNoPipelineAndTheBitsOfWhatIsNotTied) {
   constexpr std::uint32_t kSeed = 5;
   const std::vector<std::size_t> all{
-      kTiedKinds.size(), std::size(kRanks), kBesideTied.size(), 2, std::size(kReshard), 2};
+      kTiedKinds.size(), std::size(kRanks), kTiedDegrees.size(), 2, std::size(kReshard), 2};
   const auto case_of_tied = [](const test::Choice& choice) {
-    return TiedCase{kTiedKinds[choice[0]], kRanks[choice[1]],   kBesideTied[choice[2]],
+    return TiedCase{kTiedKinds[choice[0]], kRanks[choice[1]],   kTiedDegrees[choice[2]],
                     kBFloat16[choice[3]],  kReshard[choice[4]], choice[5] == 1};
   };
   const auto has_layers = [&](const test::Choice& choice) {  // four
@@ -237,7 +237,7 @@ TEST(PipelineOfTiedEnds, HasTheSumsOfNoPipelineAndTheBitsOfWhatIsNotTied) {
 
 // ------------------------------------------------------------------------ scaled losses
 
-// Naive: each stage looks at its own gradients alone, and others go on with another scale. It is
+// Naive: each stage checks its own gradients alone, and others continue with another scale. It is
 // halved, so that there are passes in which only one stage has gradients that are too large.
 TEST(PipelineOfFloat16, AScaleThatIsTooLargeForOneStageIsLoweredOnAll) {
   constexpr double kScale = 0x1p26;

@@ -1,10 +1,10 @@
-// A run whose steps follow plans is the run without them, bit for bit: every family, whatever is
-// gathered, kept and reduced when; and so is one whose regions are replayed. In pipelines:
-// replayed_pipeline_test.cpp.
+// A run whose steps follow plans is the run without them, bit for bit: every family, for all
+// choices of what is gathered, kept and reduced when; and so is one whose regions are replayed. In
+// pipelines: replayed_pipeline_test.cpp.
 //
-// ./test has a few layouts of each kind of family, each of them with one form and one budget of two;
-// TESSERA_FULL=1 (`scripts/full compiled`) every folder in every form of layout under every way to
-// recompute.
+// ./test has a few layouts of each kind of family, each of them with one form and one budget of
+// two; TESSERA_FULL=1 (`scripts/full compiled`) every folder in every form of layout under every
+// way to recompute.
 
 #include <random>
 #include <span>
@@ -91,7 +91,7 @@ std::vector<Degrees> layouts_of(const Family& family) {
   auto all = one_of_each_form(experts_of(family.folder));
   if (experts_of(family.folder) == Experts::kSome) all.push_back(kReplicatedExperts);
   std::erase_if(all, [&](const Degrees& degrees) {
-    // Of its two rows with images some ranks would have none.
+    // Two rows have images: some ranks would have none.
     const bool lacks_rows = is_gemma4(family.folder) && degrees.replicate * degrees.shard > 2;
     return lacks_rows || heads_of(family.folder) % degrees.tp != 0;
   });
@@ -116,7 +116,7 @@ std::string rows_of(const std::string& folder, const Degrees& degrees) {
   return batch_file(spec_of(folder), test::full_proof() ? 2 * data : data, kTokens);
 }
 
-/// What a plan may depend on, drawn.
+/// Draws the settings that a plan may depend on.
 train::Config drawn_config(const std::string& folder, const Degrees& degrees, unsigned seed) {
   std::mt19937 random(seed);
   auto layout = layout_of(degrees);
@@ -168,7 +168,7 @@ TEST_P(PlannedSteps, TrainAsWithoutPlans) {
       SCOPED_TRACE(concat("form ", form));
       expect_same(run(train::CompileChoice::kPlan, form), expected, 6);
     }
-    // Where nobody has said how layers are recomputed, and memory is short, each is told by the plan.
+    // Where no mode of recomputation is set, and memory is short, the plan tells each layer.
     config.activation_checkpoint.mode.reset();
     const bool is_reference = config.data.path.front() == Reference::of(folder).batches();
     config.training.seq_len =

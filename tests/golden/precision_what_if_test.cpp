@@ -65,7 +65,8 @@ PrecisionRule rule(std::vector<std::string> match, DType dtype) {
   return made;
 }
 
-/// By the names of the model: of what several tensors of the files are stacked to, over all of them.
+/// Returns errors by the names of the model: a tensor that several of the files are stacked to has
+/// one over all of them.
 std::map<std::string, double> errors_of(const std::string& folder, const Gradients& found,
                                         const Gradients& expected) {
   std::map<std::string, double> errors;
@@ -126,8 +127,8 @@ TEST_P(GoldenWhatIf, StatedErrorsAreThoseOfFilesOfGradients) {
   }
 }
 
-// Property: groups share out what can be narrowed, and the patterns of each match its parameters and
-// nothing of another group.
+// Property: groups share out what can be narrowed, and the patterns of each match its parameters
+// and nothing of another group.
 TEST_P(GoldenWhatIf, PatternsMatchTheirGroupAlone) {
   const std::string folder = GetParam();
   const auto source = train::open_model(config_of(folder).model);
@@ -157,9 +158,8 @@ TEST_P(GoldenWhatIf, PatternsMatchTheirGroupAlone) {
   }
 }
 
-// Property: the lines that are printed, given back as a configuration, have the errors that are
-// stated, and these are within the bound; the same on 1 and 2 ranks but for the wire, which one rank
-// has not got.
+// Property: the printed lines, used as a configuration, have the stated errors, and these are
+// within the bound; the same on 1 and 2 ranks except for the wire, which one rank does not have.
 TEST_P(GoldenWhatIf, PrintedPolicyHasTheErrorsThatAreStated) {
   const std::string folder = GetParam();
   constexpr double kBound = 0.025;
@@ -206,7 +206,7 @@ TEST(GoldenWhatIfLayouts, PipelinesAndTensorParallelRanksFindThePolicyOfOneRank)
     EXPECT_EQ(report.found.wide, on_one.found.wide);
     ASSERT_EQ(report.names, on_one.names);
     for (std::size_t p = 0; p < report.names.size(); ++p) {
-      // Roundings fall anew where sums over tp are formed in another way.
+      // Roundings differ where sums over tp are formed in another way.
       EXPECT_NEAR(report.narrow.errors[p], on_one.narrow.errors[p], 0.5 * on_one.narrow.errors[p])
           << report.names[p];
     }

@@ -1,6 +1,7 @@
 // [activation_checkpoint]: whole models in every mode, whose bits are those of mode "none". A
-// pairwise part of folder x layout x mode in ./test, half of the layouts for a folder and the other half
-// for the next, as of the modes in bf16 and of training; all of it under `scripts/full golden`.
+// pairwise part of folder x layout x mode in ./test, half of the layouts for a folder and the other
+// half for the next, as for the modes in bf16 and for training; all of it under `scripts/full
+// golden`.
 
 #include <iterator>
 #include <span>

@@ -105,9 +105,9 @@ double Reference::moved_bound(const std::string& parameter, const std::string& o
 double Reference::bfloat16_bound() const {
   const double worst =
       summary_.at("noise").at("bf16_vs_fp32_same_routing").at("grad_cosine_diff_worst").at("value");
-  // Gated norms that divide by next to nothing make one rounding large in all gradients together: of
-  // 16 copies with weights moved by 5e-4, on one rank, the worst has 0.010 to 0.084, 0.050 in the
-  // mean, and the 0.041 that is recorded of qwen3-next-mixed is one such draw.
+  // Gated norms that divide by next to nothing make one rounding large in all gradients together:
+  // among 16 copies with weights moved by 5e-4, on one rank, the worst has 0.010 to 0.084, 0.050 in
+  // the mean, and the 0.041 that is recorded for qwen3-next-mixed is one such draw.
   const double draws = name_.starts_with("qwen3-next") ? 3 : 2;
   return std::max(0.01, draws * worst);
 }

@@ -1,4 +1,4 @@
-// What transformers computed from a folder of tests/golden/data, and the bounds of that data's
+// The results of transformers for a folder of tests/golden/data, and the bounds of that data's
 // README.
 #pragma once
 
@@ -91,7 +91,7 @@ inline const std::vector<std::string> kDeepseekFolders{
     "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed",
     "deepseek-v3-fp32", "deepseek-v3-mixed", "kimi-k2-fp32",           "kimi-k2-mixed"};
 
-/// Those with a mixture of experts and shared ones beside, without an auxiliary loss.
+/// The folders with a mixture of experts and shared ones, without an auxiliary loss.
 inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32",    "glm4-moe-mixed",
                                                            "llama4-text-fp32", "llama4-text-mixed",
                                                            "nemotron-h-fp32",  "nemotron-h-mixed"};
@@ -118,7 +118,7 @@ inline std::string folder_name(const ::testing::TestParamInfo<std::string>& fold
   return test_name(folder.param);
 }
 
-/// What `tessera gradients` writes.
+/// The results that `tessera gradients` writes.
 struct Gradients {
   double loss = 0;
   at::Tensor logits;

@@ -1,10 +1,10 @@
 // A pipeline whose regions are replayed trains as the one whose are not, bit for bit: every kind of
-// schedule beside the other axes, dtypes, adapters, and ways to recompute. A pairwise part in
-// ./test, all of it under `scripts/full compiled`.
+// schedule with the other axes, dtypes, adapters, and ways to recompute. A pairwise part in ./test,
+// all of it under `scripts/full compiled`.
 //
 // The class of bug: several micro-batches of a region are alive, their backwards come in another
-// order than their forwards, and a schedule puts weight gradients off: an entry that the next
-// micro-batch writes over, a product of what is gone.
+// order than their forwards, and a schedule defers weight gradients: an entry that the next
+// micro-batch overwrites, a product of freed memory.
 
 #include <filesystem>
 #include <iterator>
@@ -18,7 +18,7 @@
 namespace tessera::golden::replayed_pipeline_test {
 namespace {
 
-/// What is trained in which dtype.
+/// The trained parameters and their dtype.
 enum class Trained : std::uint8_t { kFloat32, kBFloat16, kFloat16, kAdapters };
 constexpr Trained kTrained[] = {Trained::kFloat32, Trained::kBFloat16, Trained::kFloat16,
                                 Trained::kAdapters};
@@ -37,7 +37,7 @@ std::string to_string(const Case& c) {
   return to_string(c.pipeline) + kWords[other];
 }
 
-/// When memory is given back knows nothing of regions: it changes from case to case.
+/// When memory is resharded does not depend on regions: it changes from case to case.
 Case case_of(const test::Choice& choice) {
   const std::size_t turn = choice[0] + choice[1] + choice[2] + choice[3] + choice[4];
   Case c{.pipeline = {.folder = kReplayed[choice[0]],

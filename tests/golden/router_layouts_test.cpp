@@ -1,7 +1,7 @@
 // The auxiliary loss of routers and the loads of experts against transformers, in layouts of
-// tensor, expert and data parallelism: whoever holds the rows and tokens, counts and means are
-// those of the whole batch, each gradient once. In ./test --all a third of the layouts for each folder, all
-// of them under `scripts/full golden`.
+// tensor, expert and data parallelism: for any distribution of rows and tokens, counts and means
+// are those of the whole batch, each gradient once. In ./test --all a third of the layouts for each
+// folder, all of them under `scripts/full golden`.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -100,7 +100,8 @@ std::string batch_of_step_one(const Reference& reference) {
   return path;
 }
 
-/// What a run says of its one step, with the auxiliary loss at half; its loss is the reference's.
+/// Returns the metrics of the only step of a run, with the auxiliary loss at half; its loss is the
+/// reference's.
 nlohmann::json line_of_step_one(const Reference& reference, const std::string& batch,
                                 const Degrees& degrees) {
   auto config = training_config(reference, OptimizerKind::kSgd, layout_of(degrees));
@@ -166,7 +167,8 @@ TEST(GemmaRouters, TrainingReportsTheFormulaOfTheRecordedRoutersInEveryLayout) {
   }
 }
 
-/// Of the mean loss and `coef` times the formula, by autograd alone on one rank.
+/// Returns the gradients of the mean loss and `coef` times the formula, by autograd alone on one
+/// rank.
 Tensors gradients_of_formula(double coef) {
   Tensors found;
   test::ranks(1).run([&](World& world) {

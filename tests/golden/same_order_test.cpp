@@ -1,5 +1,5 @@
-// What is no part of the sums changes no bit, in layouts of tensor and expert parallelism: when
-// memory is given back, and over which wire addends travel.
+// Settings that are no part of the sums change no bit, in layouts of tensor and expert parallelism:
+// when memory is resharded, and over which wire addends travel.
 //
 // Other layouts do not have the same bits: a product's result for one row depends on how many rows
 // it has (1e-6 in the logits between experts whole and spread over ranks).

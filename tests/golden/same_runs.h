@@ -1,4 +1,4 @@
-// Two runs that have to be the same bit for bit, whatever their steps follow.
+// Two runs that have to be the same bit for bit, for any plans of their steps.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -17,18 +17,19 @@ namespace tessera::golden {
 inline constexpr std::int64_t kTextSteps = 50;
 inline constexpr std::int64_t kTextRows = 4;  ///< of a batch
 
-/// Of fp32, or of int64.
+/// Stores values of fp32, or of int64.
 StoredTensor stored(const std::string& name, const at::Tensor& values);
 
-/// Of every tensor in fp32 a third of the elements one step up, a third one step down.
+/// Moves a third of the elements of every tensor in fp32 one step up, a third one step down.
 std::vector<StoredTensor> moved_by_one_ulp(std::vector<StoredTensor> tensors, unsigned seed);
 
 /// A file of the text as batches of training, rows of `tokens`, the first also as that of
 /// `gradients`.
-/// `vocabulary`: of a model that has fewer tokens than the text has bytes, which are wrapped around.
+/// `vocabulary` is that of a model that may have fewer tokens than the text has bytes, which are
+/// wrapped around.
 std::string text_batches(std::int64_t tokens, std::int64_t vocabulary = 256);
 
-/// Of a run that differs in rounding alone, in spreads.
+/// The bound of a run that differs in rounding alone, in spreads.
 inline constexpr double kSpreads = 3.0;
 
 class Spread {

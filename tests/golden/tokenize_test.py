@@ -303,7 +303,7 @@ class Tokenize(unittest.TestCase):
         self.assertEqual((self.folder / "out.bin").read_text(), "of an earlier run")
 
     def test_one_that_is_ended_leaves_nothing(self):
-        os.mkfifo(self.folder / "slow.txt")  # nobody writes into it
+        os.mkfifo(self.folder / "slow.txt")  # without a writer
         with self.begin("--out", "out", "slow.txt") as tool:
             while tool.poll() is None and not (self.folder / "out.json.tmp").exists():
                 time.sleep(0.01)
@@ -387,7 +387,7 @@ class Tokenize(unittest.TestCase):
         template = self.folder / "rewriting.jinja"
         template.write_text(REWRITING_TEMPLATE)
         self.write_talks(TALK[:2], TALK)
-        self.assertIn("talks.jsonl:2: the chat template writes earlier turns anew",
+        self.assertIn("talks.jsonl:2: the chat template rewrites earlier turns",
                       self.run_tool("--out", "out", "--chat", "--chat-template", template, "talks.jsonl", ok=False))
         for line, says in (("{", "talks.jsonl:1"), ("[]", "expected a list"), ("", "found no document"),
                            ("[" * 100_000, "talks.jsonl:1"),

@@ -42,7 +42,7 @@ constexpr Layout kLayouts[] = {
     {.ranks = 4, .replicas = 2},
     {.ranks = 2, .backend = ThreadBackend::kGloo},
 };
-/// Of kLayouts those that are run a second time.
+/// Whether a layout of kLayouts is run a second time.
 constexpr bool is_repeated(std::size_t layout) { return layout == 4 || layout == 7; }
 constexpr OptimizerKind kKinds[] = {OptimizerKind::kSgd, OptimizerKind::kAdamW};
 

@@ -12,7 +12,7 @@
 
 namespace tessera::golden {
 
-/// One row: of the tensors row.first and row.second, which a file holds beside more elements of
+/// One row: the tensors row.first and row.second, which a file holds together with more elements of
 /// `bulk` dtype.
 struct TruthRow {
   std::string name;

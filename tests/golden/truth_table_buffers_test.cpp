@@ -43,7 +43,7 @@ test::Tensors file_of(at::ScalarType buffers) {
   return stored;
 }
 
-/// Of the folder's header; tower.weight is frozen.
+/// Resolves the folder's header; tower.weight is frozen.
 ModelContract resolve(const TensorSource& folder, const PrecisionPolicy& policy) {
   std::vector<ParameterMeta> parameters;
   std::vector<BufferMeta> buffers;

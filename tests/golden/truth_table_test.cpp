@@ -17,7 +17,7 @@
 namespace tessera::golden::truth_table_test {
 namespace {
 
-/// What is known of the parameters: from the folder's header, or that they are yet to be drawn.
+/// Resolves the parameters: from the folder's header, or as yet to be drawn.
 std::vector<GradContract> resolve(const TruthRow& row, const TensorSource* folder) {
   std::vector<ParameterMeta> metas;
   for (const auto& [name, shape] : shapes()) {
@@ -38,8 +38,8 @@ std::vector<GradContract> resolve(const TruthRow& row, const TensorSource* folde
   return resolve_contracts(metas, row.policy(), reductions);
 }
 
-/// Of rank 0 some bits further up, so that the sum over ranks has more bits than a product: as many
-/// as fit into fp32 with those of the row.
+/// Rank 0's values are some bits further up, so that the sum over ranks has more bits than a
+/// product: as many as fit into fp32 with those of the row.
 at::Tensor input_of(const TruthRow& row, int rank, Values values) {
   const auto draw = test::seeded(100 + static_cast<std::uint64_t>(rank), {kRows, kIn});
   if (values == Values::kRandom) return draw;
@@ -52,7 +52,7 @@ at::Tensor seed_of_backward(int rank, Values values) {
   return values == Values::kRandom ? draw : draw.sign();
 }
 
-/// What goes into the computation of the truth.
+/// The inputs of the truth.
 struct Given {
   const TruthRow& row;
   Values values;
