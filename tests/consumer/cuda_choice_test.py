@@ -23,7 +23,7 @@ TORCH = pathlib.Path(os.environ["TESSERA_TORCH_PREFIX"])
 WORK = pathlib.Path(os.environ["TESSERA_WORK"])
 
 VERSION, VERSION_TO_29 = "include/torch/headeronly/version.h", "include/torch/csrc/api/include/torch/version.h"
-# What is looked for of each wheel of NVIDIA.
+# The file that is looked for in each wheel of NVIDIA.
 RUNTIME, CRT, CCCL, NCCL = ("cuda_runtime_api.h", "crt/host_defines.h", "cccl/nv/target", "nccl.h")
 
 

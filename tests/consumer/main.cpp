@@ -1,5 +1,5 @@
-// A user's program: two local ranks share a module, learn a fixed map, eager and replayed, and print the
-// loss.
+// A user's program: two local ranks share a module, learn a fixed map, eager and replayed, and
+// print the loss.
 #include <ATen/ATen.h>
 #include <tessera/tessera.h>
 #include <torch/csrc/autograd/autograd.h>

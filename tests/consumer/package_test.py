@@ -44,7 +44,7 @@ print("stepped with", tessera.__version__)
 OTHER_TORCH = "__version__ = '2.99.0+cpu'\nclass version:\n    cuda = None\n"
 # A fresh machine has these; no compiler, no cmake, no git.
 COMMANDS = ("sh", "env", "cat", "python3")
-# Of the headers that are compiled into the program.
+# The licences of the headers that are compiled into the program.
 LICENCES = ("nlohmann-json3-dev", "libspdlog-dev", "libfmt-dev", "libxxhash-dev", "libgloo-dev", "libcli11-dev",
             "libtomlplusplus-dev")
 CONFIG = """
@@ -313,7 +313,7 @@ class Packages(unittest.TestCase):
         done = run(copy / "bin/tessera", "--version", env={**self.environment(), "PATH": "/nowhere"})
         self.assertEqual(done.returncode, 2)
         self.assertIn("libtorch: found none, expected ", done.stderr)
-        # What only looks like it is an error of ours, too.
+        # A file that only looks like it is an error of ours, too.
         torch = WORK / "others/torch"
         shutil.rmtree(torch.parent, ignore_errors=True)
         fake_torch(torch, f"{BUILT['torch']}.0", BUILT["cuda"])
@@ -353,7 +353,7 @@ class Packages(unittest.TestCase):
                           "Python that started it, expected ", done.stderr)
             self.assertEqual(done.stderr.count(str(sees)), 1, done.stderr)
             self.assertIn(f"pip install 'torch=={BUILT['torch']}.*'", done.stderr)
-            # What the user names comes before it, the environment that is active behind it.
+            # A torch that the user names comes before it, the active environment after it.
             for variables in ({"TESSERA_TORCH": BUILT["folder"]}, {"VIRTUAL_ENV": str(self.linked("active"))}):
                 done = run(*program, "--version", env=self.environment(**variables))
                 self.assertIn(f"torch {BUILT['torch']}.", done.stdout, done.stderr)
