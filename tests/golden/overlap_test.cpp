@@ -435,7 +435,7 @@ TEST(Overlap, OfExpertsHasTheBitsOfTheSameScheduleInTurn) {
   expect_all(
       {{"qwen3-moe-fp32", "gpt-oss-fp32", "mixtral-fp32", "deepseek-v2-fp32", "deepseek-v3-fp32",
         "glm4-moe-fp32", "llama4-text-fp32", "gemma4-fp32", "nemotron-h-fp32", "qwen3-next-fp32"},
-       beside,
+       paired,
        {kPlain, kAdapters, kPacked, kReplayed, kFrozenFront, kAuxiliary, kReducedEach},
        {pipeline::Overlap::kExperts, pipeline::Overlap::kAll}});
 }
