@@ -1,6 +1,6 @@
-// The backward half of Runtime: the list that all ranks agree on when a backward begins [Note:
-// collective order], when gathers and reductions are issued by it, and the end of the outermost
-// graph task.
+// The backward half of Runtime: the list that all ranks agree on when a backward begins ([Note:
+// collective order]), the gathers and reductions that it issues, and the end of the outermost graph
+// task.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -23,8 +23,8 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Is owned by the graph task's callback: when an exception ends the backward, it is destroyed
-/// without having run.
+/// Ends a backward. The graph task's callback owns this object and calls run(). When an exception
+/// ends the backward, the object is destroyed without run().
 class BackwardEnd {
  public:
   explicit BackwardEnd(std::shared_ptr<Runtime> runtime)
@@ -66,9 +66,9 @@ void refuse_capture(const Unit& unit) {
   }
 }
 
-/// Gradients are summed over ranks outside of any graph: a graph that continues through a unit
-/// would end there, or read its parameters when they are sharded. Autograd leaves grad mode on to
-/// make one.
+/// Gradients are summed over ranks outside of any graph. So a graph of the backward (create_graph)
+/// would end at a unit, or read the unit's parameters when they are sharded. Autograd leaves grad
+/// mode on to make such a graph.
 void refuse_create_graph(const Unit& unit) {
   TESSERA_CHECK(!at::GradMode::is_enabled(), ErrorKind::kUsage, "backward of unit ",
                 unit.shown_name(),
@@ -76,7 +76,7 @@ void refuse_create_graph(const Unit& unit) {
                 "parameters have no graph; take second derivatives of a plain module");
 }
 
-/// On a thread of autograd hooks would run with other streams and thread-locals than the rank's,
+/// Hooks on a thread of autograd would run with other streams and thread-locals than the rank's,
 /// and ranks that share a device would wait for each other for ever.
 void refuse_threads(at::Device device) {
   TESSERA_CHECK(device.is_cpu() || comm::backward_stays_here(), ErrorKind::kUsage,
@@ -128,7 +128,7 @@ void Runtime::begin_sums() {
   awaiting_tickets_ = holds_reductions_ = false;
 }
 
-/// Warns once, where compile() was called, that no plan is followed. Replayed regions need none.
+/// Warns once, where compile() was called, that no plan is followed. Replayed regions need no plan.
 void Runtime::warn_of_no_scope() {
   if (!planning_.planner || regions_ != nullptr || std::exchange(warned_of_no_scope_, true)) return;
   if (world().rank() != 0) return;
@@ -140,13 +140,14 @@ void Runtime::warn_of_no_scope() {
 void Runtime::abandon_backward(std::uint64_t generation, std::uint64_t epoch) {
   if (generation != generation_ || !in_backward_) return;
   abandoned_ = generation;
-  // The other ranks wait for this one, whose thread may not enter the runtime again, so it aborts
-  // at once: unless the thread has done so since the check above, and all ranks have recovered.
+  // The other ranks wait for this one, whose thread may never enter the runtime again: so this
+  // aborts at once. abort_epoch() does nothing if all ranks have recovered since the check above.
   if (world().size() > 1) world().abort_epoch(epoch, kAbandoned + DoingHere::as_text());
 }
 
-/// Returns the innermost backward that goes through the entry; the backwards inside it have ended.
-/// Null where none does, or where it is past the place.
+/// Returns the innermost backward that goes through the entry and has not passed its place; null:
+/// none. Finishes the backwards inside that one, which have ended. `needs_weights`: only a backward
+/// that needs the unit's parameters counts.
 BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
   for (auto i = under_way_.size(); i-- > 0;) {
     auto& backward = under_way_[i];
@@ -163,7 +164,7 @@ BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
   return nullptr;
 }
 
-/// Runs the rest of its actions.
+/// Runs the remaining actions of the backward. Its entries no longer wait for it.
 void Runtime::finish(BackwardUnderWay& backward) {
   advance(backward.pass, backward.pass.plan->actions.size());
   for (const auto& segment : backward.segments) {
@@ -185,7 +186,8 @@ void Runtime::refuse_forgotten(const Entry& entry) {
   throw Error(ErrorKind::kUsage, message);
 }
 
-/// Refuses a forward of a step scope that has ended: its gradients were summed at its end.
+/// Refuses a forward of a step scope that has ended: the step's gradients were summed when it
+/// ended.
 void Runtime::refuse_other_step(const Entry& entry) {
   const auto& of = entry.segment->forward->in_step;
   if (!of || (step_ != nullptr && of->step == step_->number())) return;
@@ -216,7 +218,7 @@ void Runtime::pre_backward(Entry& entry) {
   }
   auto* backward = under_way(entry, /*needs_weights=*/true);
   if (backward == nullptr) {
-    // A node of this backward runs another one, which autograd does not announce.
+    // A node of this backward runs another backward, which autograd does not announce.
     plan_backward_under_way(&entry);
     backward = &under_way_.back();
   }
@@ -228,7 +230,7 @@ void Runtime::pre_backward(Entry& entry) {
 
 void Runtime::post_backward(Entry& entry) {
   begin_backward();
-  under_exchange_.form_all();  // those that no exchange has formed, before the next reduction
+  under_exchange_.form_all();  // for the next reduction: gradients that no exchange formed
   spans_.backward_ends(&entry);
   entry.pending.reset();
   if (const auto step = step_) {
@@ -250,7 +252,7 @@ void Runtime::expect(Entry& entry) {
 }
 
 void Runtime::on_gradient() {
-  // Outside of a backward it is a deferred gradient, which may come at any time.
+  // Outside of a backward the gradient is a deferred one, which may come at any time.
   if (base::in_backward_pass()) begin_backward();
 }
 
@@ -311,7 +313,7 @@ void Runtime::settle(const std::vector<bool>& dirty) {
 void Runtime::settle_gradients() {
   const at::NoGradGuard no_grad;
   awaiting_tickets_ = holds_reductions_ = false;
-  // Units that waited for deferred gradients, or that backwards without sync left.
+  // Reduces units that waited for deferred gradients, or that backwards without sync left.
   for (auto* unit : units_) {
     if (unit->progress_.pending) reduce(*unit, switches_.is_last_backward);
   }
@@ -533,7 +535,7 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     units.push_back(plan_unit(*unit));
     units.back().reduces =
         unit->trainable() && sink_.store() == nullptr && !is_to_be_reduced(*unit);
-    // A backward inside another one leaves the releases to that one.
+    // A backward inside another one leaves the releases to the outer one.
     releases.push_back(under_way_.empty() && unit->controls.reshard_after_forward &&
                        unit->controls.reshard_after_backward && unit->progress_.open_calls == 0);
   }

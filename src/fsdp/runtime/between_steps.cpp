@@ -1,5 +1,4 @@
-// The runtime between steps: controls of the user, checks of what must have ended before something
-// else begins, and failures.
+// The runtime between steps: the user's controls, checks that earlier work has ended, and failures.
 #include "base/doing.h"
 #include "base/log.h"
 #include "base/text/printable.h"
@@ -21,7 +20,7 @@ Controls Runtime::controls() const {
     return shown;
   };
   Controls all{switches_, {}};
-  // Inside a step each backward chooses for itself.
+  // Inside a step, StepScope::begin_backward() says for each backward whether it defers.
   all.model.defers_weight_gradients = step_ == nullptr && sink_.store() != nullptr;
   for (const auto* unit : units_) {
     all.units.push_back({unit->shown_name(), unit->controls, names(unit->forward_prefetch),
@@ -306,8 +305,8 @@ std::shared_ptr<OpenStep> Runtime::open_step(StepScopeOptions options) {
                 "each backward chooses (Backward::kInputOnly)");
   auto step = std::make_shared<OpenStep>(*this, std::move(options), ++steps_);
   release_leftovers();
-  // Before release_stale(), so that a difference in which units ranks keep is reported here: only
-  // ranks that keep a unit take part in the collective that compares it with the shards.
+  // Comes before release_stale(), so that this call reports where ranks keep different units: only
+  // ranks that keep a unit take part in the collective of release_stale().
   step->agree_at_begin();
   release_stale();
   step->choose_plan();

@@ -122,9 +122,8 @@ void Bucket::ensure_accumulator() {
   if (accumulator_.defined()) return;
   const auto numel = groups_.reduce == nullptr ? plan_.numel : plan_.slice_numel();
   accumulator_ = make(numel, plan_.key.accumulate);
-  // Writes the pages of the host here, and not in the middle of a step. Otherwise no zeros are
-  // needed: a sum overwrites the memory, and parameters without gradients are zeroed when they are
-  // summed.
+  // Makes the host's pages here, not in the middle of a step. The zeros themselves are not needed:
+  // a sum overwrites the memory, with zeros for parameters without gradients.
   if (!frees_sums()) accumulator_.zero_();
 }
 
@@ -133,7 +132,7 @@ void Bucket::ensure_slots() {
   TESSERA_INVARIANT(!wire_.defined(),
                     "a gradient arrived while its bucket's reduction is under way");
   const bool in_sum = groups_.reduce == nullptr;
-  if (!in_sum || !accumulator_.defined()) {  // other memory, without uses so far
+  if (!in_sum || !accumulator_.defined()) {  // new memory, which no stream has used
     slot_uses_.clear();
     slot_uses_.note(current_stream());
   }
@@ -151,7 +150,7 @@ at::Tensor Bucket::slot(std::size_t index) const {
 }
 
 bool Bucket::is_empty(std::size_t index) const {
-  // The accumulator may hold a sum of earlier backwards; its reset ranges hold zeros.
+  // Slots that are the accumulator may hold a sum of earlier backwards, with zeros in reset ranges.
   return arrived_[index] == 0 && !(groups_.reduce == nullptr && has_sum_);
 }
 
@@ -182,7 +181,7 @@ void Bucket::expect_gradient(std::size_t index) {
 
 void Bucket::note_arrival(std::size_t index) {
   add_here(index);
-  unit_.note_reader();  // the kernels before it read the unit's parameters
+  unit_.note_reader();  // the kernels before this point read the unit's parameters
   arrived_[index] = 1;
   parameters_[index]->used = true;
 }
@@ -257,7 +256,7 @@ std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
 void Bucket::fill_reduce() {
   slot_uses_.join(current_stream(), comm::EventSite::kAccept);
   const bool own_sum = groups_.reduce == nullptr;
-  // Without a sum of its own the memory is added on other ranks, so that all of it must be defined.
+  // All of the memory is summed, so all of it must be defined. An earlier sum of this rank stays.
   if (!(own_sum && has_sum_)) zero_what_did_not_arrive(slots_.defined() ? slots_ : wire_);
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
   if (!own_sum && slots_.defined()) {
@@ -284,8 +283,9 @@ void Bucket::reset_accumulator(std::size_t index) {
 
 void Bucket::reset_accumulator() {
   has_sum_ = false;
-  // The memory is not needed until gradients arrive again, after the activations. A device's
-  // allocator hands it out again at no cost; on the host the pages may have to be made again.
+  // The memory is not needed until gradients arrive again, so activations may use it before. A
+  // device's allocator hands it out again at no cost; on the host the pages may have to be made
+  // again.
   if (!frees_sums() || slots_.defined() || has_arrivals()) return;
   if (!accumulator_.defined() && !replica_sum_.defined() && !final_.defined()) return;
   join_slots();
@@ -299,8 +299,7 @@ void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   ensure_accumulator();
   arrived_[index] = 0;
   if (!has_sum_) {
-    // Where the accumulator is the slots as well, gradients of other parameters that wait there
-    // stay.
+    // Where the slots are the accumulator, gradients of other parameters that wait there stay.
     groups_.reduce == nullptr ? zero_what_did_not_arrive(accumulator_)
                               : static_cast<void>(accumulator_.zero_());
   }
@@ -333,7 +332,8 @@ void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (groups_.reduce == nullptr) join_slots();
   slot_uses_.note(groups_.replicas->stream());
   if (!replica_sum_.defined()) replica_sum_ = make(accumulator_.numel(), plan_.key.accumulate);
-  // Copies are added in the dtype in which they were summed: their sum is one with two ends.
+  // ReductionPlan::copies are added in the accumulation dtype: each copy's sum is a part of one
+  // sum.
   if (plan_.key.reduce != plan_.key.accumulate && plan_.key.reductions.copies.empty()) {
     const auto& stream = groups_.replicas->stream();
     wire_ = pool_->take(accumulator_.numel(), to_scalar_type(plan_.key.reduce),
@@ -351,7 +351,7 @@ const at::Tensor& Bucket::finish_final(double loss_scale) {
   if (groups_.reduce == nullptr) {
     join_slots();
   } else if (!slots_.defined()) {
-    // This stream is ordered after the reductions, and a later clearing on another stream after it.
+    // This stream is ordered after the reductions, so a later clearing only waits for this stream.
     slot_uses_.clear();
     slot_uses_.note(current_stream());
   }
@@ -361,7 +361,7 @@ const at::Tensor& Bucket::finish_final(double loss_scale) {
   const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
   if (!final_.defined()) {
     final_ = in_place ? sum : make(plan_.slice_numel(), plan_.key.final);
-    if (!in_place && !frees_sums()) final_.zero_();  // as ensure_accumulator()
+    if (!in_place && !frees_sums()) final_.zero_();  // makes the pages, as in ensure_accumulator()
   }
   const auto factor = plan_.key.reductions.divide_factor * loss_scale;
   if (!in_place || factor != 1.0) kernels::divide_into(final_, sum, factor);
@@ -377,8 +377,8 @@ void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
 }
 
 void Bucket::drop_gradients() {
-  // Collectives without a waiting rank may still write to the sums, which stay, or to memory that
-  // goes to the allocator.
+  // Collectives that no rank waits for may still write to the sums, which stay, or to memory that
+  // the allocator gets.
   for (const auto* group : {groups_.reduce, groups_.replicas}) {
     if (group == nullptr) continue;
     comm::order(group->stream(), current_stream(), comm::EventSite::kReduced);

@@ -2,9 +2,10 @@
 // may still go through, and the one that prefetch follows.
 //
 // One forward of the root is a Trace (order.h), the same on every rank. This rank has a Segment of
-// it while any of its graphs lives here, with an Entry for each call of a unit that a backward may
-// reach. Any number of forwards may wait for their backwards: micro-batches of a pipeline, a graph
-// that the user keeps. Memory and collectives are in runtime.h.
+// that forward as long as a graph of it lives here. The Segment has an Entry for each call of a
+// unit that a backward may reach. Any number of forwards may wait for their backwards:
+// micro-batches of a pipeline, a graph that the user keeps. Memory and collectives are in
+// runtime.h.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +27,9 @@ struct Node;
 
 namespace tessera::fsdp {
 
-/// The nodes of an autograd graph that still exist. After an exception in a backward, nodes are
-/// destroyed on the device thread that holds them last, while the rank's thread may search those of
-/// the same forward. Threads: any.
+/// The nodes of an autograd graph that still exist. After an exception in a backward, the device
+/// thread that holds a node last destroys it, while the rank's thread may search the nodes of the
+/// same forward. Threads: any.
 class LivingNodes {
  public:
   using Node = torch::autograd::Node;
@@ -61,7 +62,7 @@ struct InStep {
   std::uint64_t step = 0;  ///< OpenStep::number()
   int stage = 0;
   std::int64_t micro_batch = 0;
-  std::size_t part = 0;  ///< among the outermost forwards of the micro-batch
+  std::size_t part = 0;  ///< index among the outermost forwards of the micro-batch
 };
 
 /// One forward of the root, the same on all ranks: the units that it entered. Kept until no rank
@@ -81,7 +82,7 @@ std::uint64_t weights_of(const std::vector<std::shared_ptr<Unit>>& units);
 /// This rank's part of a PastForward.
 struct Segment {
   std::shared_ptr<PastForward> forward;
-  std::uint64_t weights = 0;  ///< weights_now() when it began
+  std::uint64_t weights = 0;  ///< weights_now() when the forward began
   std::vector<std::weak_ptr<Entry>> entries;
   std::vector<bool> had_grad;  ///< by position of the trace: whether grad mode was on
   HeldUnits units;             ///< the units of the whole tree: a graph may outlive the handles
@@ -89,10 +90,10 @@ struct Segment {
   std::uint64_t weights_now() const;
 };
 
-/// Counts a pending backward as long as it lives. Threads: any. A graph is destroyed with its last
+/// Counts as one pending backward while it lives. Threads: any. A graph is destroyed with its last
 /// reference: on the rank's thread, on a thread to which the user gave the loss, or on a device
-/// thread of autograd that has run the last node. So it accesses nothing of the runtime but
-/// counters, of which it holds references.
+/// thread of autograd that has run the last node. So the destructor accesses nothing of the runtime
+/// but counters, to which this object holds references.
 class PendingBackward {
  public:
   using Count = std::shared_ptr<std::atomic<int>>;
@@ -124,8 +125,8 @@ struct Entry {
   std::size_t position = 0;
   std::uint64_t generation = 0;            ///< Runtime::generation() when it was made
   std::optional<PendingBackward> pending;  ///< none: nothing waits for its backward
-  /// Nodes that will run its backward, as long as they exist: those of results, of arguments, and
-  /// that of the checkpoint in which it ran (null: in none).
+  /// The living nodes that will run its backward: those of its results and arguments, and that of
+  /// the checkpoint in which it ran (null: none).
   LivingNodes at_results;
   LivingNodes at_arguments;
   std::atomic<const torch::autograd::Node*> checkpoint = nullptr;
@@ -149,8 +150,8 @@ class Forwards {
   const std::shared_ptr<Segment>& current() const { return current_; }
   /// `weights`: weights_of() the units now.
   void begin(HeldUnits units, std::uint64_t weights);
-  /// Returns the position in the trace. `checkpoint`: the number, from 1, of the outermost
-  /// checkpoint that it runs in; 0 for none.
+  /// Enters the unit and returns the position of the call in the trace. `checkpoint`: the number,
+  /// from 1, of the outermost checkpoint that the call runs in; 0 for none.
   std::size_t enter(UnitId unit, std::uint32_t checkpoint);
   /// Leaves the unit that was entered last and not left yet. Returns whether the forward has ended.
   bool leave();
@@ -166,17 +167,18 @@ class Forwards {
 
   // --- the last trace that all ranks agreed on, which prefetch follows ---
   void follow(const Trace& trace) { reference_ = trace; }
-  /// Returns the unit after `position`, as long as this forward equals that trace so far.
+  /// Returns the unit after `position` in that trace, as long as this forward has followed it.
   std::optional<UnitId> next_after(std::size_t position) const;
-  /// Whether the last call so far is one of `unit`, and is the last one of that trace.
+  /// Whether the last call so far is one of `unit`, and that trace ends with the same call.
   bool is_last(UnitId unit) const;
 
   // --- the forwards that a backward may go through ---
   const std::deque<Past>& past() const { return past_; }
-  /// Whether there are so many that those without a graph should be forgotten first.
+  /// Whether so many are kept that those without a graph should be forgotten first.
   bool should_forget() const { return past_.size() >= limit_; }
   /// Forgets all but those in `alive` and the one under way.
   void forget_all_but(const std::set<std::uint32_t>& alive);
+  /// Raises the limit of should_forget(), since forwards that have a graph stay.
   void forgot_what_it_could();
   /// Keeps the forward under way, when it has its first entry.
   void keep_current() { past_.push_back({current_->forward, current_}); }

@@ -17,8 +17,8 @@ ModelNames::ModelNames(const ShardedBase& model) {
   if (const auto& unit = model.unit()) add(*unit, unit->name());
 }
 
-/// `prefix`: the prefix of the unit's names in the place where it is met. Only in the first place
-/// is it the unit's own name.
+/// Adds the names of the unit at one place in the model, where they begin with `prefix`. At the
+/// first place `prefix` is the unit's own name.
 void ModelNames::add(const Unit& unit, const std::string& prefix) {
   const auto here = [&](const std::string& name) {
     return prefix == unit.name() ? name : prefix + name.substr(unit.name().size());
@@ -70,7 +70,7 @@ std::vector<NamedBuffer> ModelNames::stored_buffers(const ShardedBase& model) co
       all.push_back({std::move(names), std::move(view)});
       continue;
     }
-    // Keeps the wider storage: that of a unit that was sharded before a cast narrowed the buffer.
+    // Keeps the wider storage dtype, of a unit that was sharded before a cast narrowed the buffer.
     auto& first = all[place->second].view;
     if (!represents(first.contract->storage, view.contract->storage)) first = std::move(view);
   }

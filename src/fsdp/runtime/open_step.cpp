@@ -184,7 +184,7 @@ void OpenStep::finish() {
     for (auto* unit : runtime_.units()) {
       if (unit->controls.reshard_after_backward) unit->release();
     }
-    // Frees idle memory that steps with other plans took, since a plan's budget counts all memory.
+    // Frees idle memory that steps with other plans took: a plan's budget counts all memory.
     if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
   if (records_ && record_.varies && asked_for_pairs_) {

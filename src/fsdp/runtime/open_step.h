@@ -1,44 +1,45 @@
 // OpenStep: one step of a sharded tree, while a StepScope is open. [Note: step scope]
 //
-// Inside it weights do not change, so nothing is compared with the shards, gradients of the user
-// are not imported, and nothing is published before finish(). The step knows the stage and
-// micro-batch of each forward and backward, which the runtime alone does not: so it chooses for
-// each backward whether weight gradients are deferred, and it reduces and reshards a stage when the
-// stage ends.
+// Weights do not change inside the step. So nothing is compared with the shards, gradients of the
+// user are not imported, and nothing is published before finish(). The step knows the stage and
+// micro-batch of each forward and backward, which the runtime alone does not know. So it chooses
+// for each backward whether weight gradients are deferred, and it reduces and reshards a stage when
+// the stage ends.
 //
 // Agreed values alone decide which collectives are issued. The first step of a schedule agrees at
 // each backward, as outside of a step, and records what each stage enters and what its backward
-// goes through (StepRecord). A later step agrees once, when it begins, on that record and on all
-// settings, and not again until finish(). Its forwards enter what was recorded and its backwards go
-// through no more than that, or the step fails on all ranks. A backward that goes through less runs
-// the actions of what it leaves out all the same. Where micro-batches of one stage enter different
-// units there is nothing to follow, and each step records.
+// goes through (StepRecord). A later step agrees on that record and on all settings when it begins,
+// and not again until finish(). Its forwards must enter the recorded units, and its backwards may
+// go through no others; else the step fails on all ranks. A backward that leaves out a unit runs
+// the actions of that unit all the same. Where micro-batches of one stage enter different units, no
+// step follows a record: each one records.
 //
 // A step that follows a record runs the actions of a StepPlan (../agreed/step_plan.h) and no
 // others: what is gathered, waited for, kept, released and reduced, at which place of which forward
 // and backward. The plan is made when the step begins, from the record, the settings and the units
-// that are gathered then, on which all ranks have agreed. The model's planner makes it, and ranks
-// compare its hash; without a planner it is the eager plan. In a step that records each backward
-// has a plan of its own, as outside of a scope, and after each of them only the units that stay
-// (stays()) are unsharded.
+// that are gathered then; all ranks have agreed on these three. The model's planner
+// (Runtime::set_planner) makes it, and ranks compare its hash; without a planner it is the eager
+// plan. In a step that records, each backward has a separate plan, as outside of a scope, and after
+// each backward only the units of stays() are unsharded.
 //
 // [Note: pairs] run_pair() runs a forward while a backward runs: two call stacks on the rank's
 // thread take turns at exchanges (comm/turns.h), so that exchanges of one are under way while the
-// other computes. Each has an action and a pass of its own (UnderWay). Every call of the runtime
-// tells by itself which of the two it belongs to; recomputation belongs to the backward. A unit
+// other computes. Each of the two has its action and its pass (UnderWay). Each function that the
+// runtime calls belongs to one of the two (now_); recomputation belongs to the backward. A unit
 // that both use is gathered by the first that enters it and released by the last that leaves it,
-// and each has its own AccumulateGrad nodes there (grad/pair_accumulators.h). Turns change by
-// counts, so these are the same on every rank.
+// and each has separate AccumulateGrad nodes there (grad/pair_accumulators.h). The order of turns
+// depends on counts alone: ranks with equal counts have the same order.
 //
-// Ranks issue exchanges in the same order if all take the same number of turns: a step that records
-// counts the turns of each stage's forward and backward, ranks compare the counts when a later step
-// begins, and a pass with another count fails. The backward runs first and the forward after it,
-// without overlap, in a step that records, where ranks or micro-batches have different counts, or
-// where a checkpoint draws random numbers from the process's generator. So a pair never overlaps
-// with a backward that is recorded, whose agreements a forward does not expect.
+// Ranks issue exchanges in the same order if all take the same number of turns. So a step that
+// records counts the turns of each stage's forward and backward, and ranks compare the counts when
+// a later step begins. A pass with another count fails. The two do not overlap in a step that
+// records, with a planner, where ranks or micro-batches have different counts, or where a
+// checkpoint draws random numbers from the process's generator: then the forward runs after the
+// backward. So no forward overlaps with a recorded backward, which agrees with other ranks as it
+// runs.
 //
-// The runtime owns the step while it is open; the scope keeps it longer, to report that it has
-// ended. The functions of the runtime that the step calls are grouped in runtime.h. Next:
+// The runtime owns the step while it is open; the StepScope keeps it longer, to report that the
+// step has ended. The functions of the runtime that the step calls are grouped in runtime.h. Next:
 // open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
 // backwards inside), step_pairs.cpp, ../agreed/order.h.
 #pragma once
@@ -94,7 +95,7 @@ class OpenStep {
   void choose_plan();
   void settle_into();
   std::uint64_t number() const { return number_; }  ///< counts the runtime's steps
-  /// The end of labels: the controls, and the stage under way.
+  /// Returns the last part of labels: model, controls, stage under way and a planner's plan.
   const std::string& marks() const { return *now_->marks; }
   /// The micro-batch of the forward or backward under way, for labels.
   std::uint32_t micro_batch() const { return now_->micro_batch(); }
@@ -103,7 +104,7 @@ class OpenStep {
   /// where the record has another unit there.
   void enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint);
   /// Makes the unit's parameters readable and runs the actions that overlap with its forward. Not
-  /// in a step that records.
+  /// called in a step that records.
   void gather_for(Unit& unit, std::size_t position);
   /// Whether the runtime keeps forwards, for an agreement when their backward begins.
   bool keeps_forwards() const { return records_; }
@@ -134,7 +135,7 @@ class OpenStep {
   struct UnderWay {
     Action action = {};
     const std::string* marks = nullptr;
-    Pass pass = {};  ///< for a forward or backward; a forward that is recorded has none
+    Pass pass = {};                 ///< of a forward or backward; no plan in a recorded forward
     std::int64_t turns_before = 0;  ///< number of turns of this rank when it began
     std::uint64_t drew_before = 0;  ///< checkpoints_that_drew() when it began
     std::uint32_t micro_batch() const { return static_cast<std::uint32_t>(action.micro_batch); }
@@ -157,8 +158,8 @@ class OpenStep {
   /// The state of a unit in the step.
   struct OfUnit {
     std::uint64_t users = 0;      // stages that enter it, one bit each
-    std::uint64_t resharded = 0;  // those of them that were resharded
-    std::uint64_t reduced = 0;    // those that were reduced since the unit was last reduced
+    std::uint64_t resharded = 0;  // of these, those with reshard()
+    std::uint64_t reduced = 0;    // of these, those with reduce() since the unit was reduced
     bool dirty = false;           // it may have gradients that are not reduced
   };
 
@@ -232,7 +233,8 @@ class OpenStep {
   StepTurns turns_;             // followed, or recorded so far
   bool ranks_turn_alike_ = true;
   std::shared_ptr<const StepPlan> step_plan_;  // null in a step that records
-  // Number of requests to the pool before this step, where a planner has made the plan for it.
+  // BufferPool::requests() when a planner has made the plan for this step; none: there is no new
+  // plan.
   std::optional<std::uint64_t> first_of_plan_;
   std::vector<Stage> stages_;
   std::vector<OfUnit> units_;
@@ -242,7 +244,7 @@ class OpenStep {
   UnderWay forward_;                                // the forward under way
   UnderWay backward_;                               // the backward, or another call
   UnderWay* now_ = &backward_;                      // the one whose code ran last
-  grad::PairAccumulators* accumulators_ = nullptr;  // while a pair runs side by side
+  grad::PairAccumulators* accumulators_ = nullptr;  // while a pair overlaps
   std::vector<Action> log_;
   std::string base_marks_;
   StageRecord recorded_;  // of the backward under way, in a step that records

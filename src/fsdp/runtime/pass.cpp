@@ -1,5 +1,6 @@
 // Runs the actions of passes. issue_gather() and reduce() issue every gather and every reduction,
-// also those without a plan: in a forward without one, for the user, and at the end.
+// also those outside of a plan: in a forward without a plan, for unshard(), and in
+// settle_gradients().
 #include "fsdp/runtime/pass.h"
 
 #include <algorithm>
@@ -47,7 +48,7 @@ void Runtime::advance(Pass& pass, std::size_t count) {
         if (pass.paired != nullptr && pass.paired->has(id)) break;  // by the other pass of the pair
         // A repeated forward before this backward has gathered it, on all ranks.
         if (std::exchange(unit.progress_.gathered_again, false)) break;
-        // Outside of a step a backward inside this one may have gathered it.
+        // Outside of a step, a backward inside this one may have gathered it.
         TESSERA_INVARIANT(step_ == nullptr || !(unit.gathered() || unit.gather_pending()), "unit ",
                           unit.shown_name(), " is gathered where its plan gathers it");
         issue_gather(unit, pass.number);
@@ -102,8 +103,8 @@ void Runtime::issue_gather(Unit& unit, std::uint32_t number) {
 void Runtime::reduce(Unit& unit, bool is_shown_next) {
   if (!unit.trainable()) return;
   auto& progress = unit.progress_;
-  // A gradient that a layer defers by itself delays all reductions that follow, so that their order
-  // stays. In a step each backward says whether it defers.
+  // A gradient that a layer defers by itself delays all reductions that follow, so that reductions
+  // keep their order. In a step, begin_backward() says whether the backward defers.
   holds_reductions_ = holds_reductions_ || (step_ == nullptr && progress.tickets > 0);
   progress.pending = holds_reductions_ || !unit.controls.requires_sync;
   if (progress.pending) return;

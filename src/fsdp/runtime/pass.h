@@ -14,7 +14,7 @@ namespace tessera::fsdp {
 struct Pass {
   std::shared_ptr<const PassPlan> plan;
   std::uint32_t number = 0;  ///< of the forward or micro-batch, for labels of gathers
-  std::size_t done = 0;      ///< number of actions
+  std::size_t done = 0;      ///< number of actions that were run
   // For a pair ([Note: pairs] in open_step.h):
   const Pass* paired = nullptr;  ///< the other pass
   std::vector<bool> holds;       ///< by unit: gathered for this pass, and not released

@@ -20,18 +20,18 @@ void record_published(Parameter& p) {
   p.seen_version = static_cast<std::uint32_t>(p.seen_grad._version());
 }
 
-/// Whether gradients wait that the next publication adds to this one.
+/// Whether more gradients wait, which the next publication adds to the present one.
 bool has_waiting(const Unit& unit, const Parameter& p) {
   return unit.progress().unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
 }
 
-/// Whether the gradient is one of the user, or no longer shows the parameter's sum.
+/// Whether the user has set the gradient, or it no longer shows the parameter's sum.
 bool is_changed(const Unit& unit, const Parameter& p) {
   const auto& grad = p.shard.grad();
   if (!grad.is_same(p.seen_grad)) return true;
   if (static_cast<std::uint32_t>(grad._version()) == p.seen_version) return false;
-  // A view of the accumulator is part of the sum, and so are changes of it. But gradients that wait
-  // may be elsewhere, depending on the number of ranks.
+  // A change of a view of the accumulator changes the sum itself. But gradients that wait may be in
+  // other memory, depending on the number of ranks.
   const auto& bucket = *unit.buckets()[p.bucket];
   const bool in_sum = bucket.final_is_accumulator() && bucket.accumulator().defined() &&
                       grad.is_alias_of(bucket.accumulator());
@@ -42,9 +42,9 @@ bool is_changed(const Unit& unit, const Parameter& p) {
 // later micro-batches are added to it in place, and its version counter shows that. Once it is
 // cleared or replaced it belongs to the user, if the user holds it, and the next gradient needs
 // other memory. A bucket's gradients share one memory, which each step uses again. Where the user
-// holds a part of it, so that its storage has more references than those of the bucket and of the
-// present gradients, the user keeps it for good and the bucket takes other memory. A step in which
-// no gradient is kept allocates and copies nothing.
+// holds a part of it, its storage has more references than those of the bucket and of the present
+// gradients: then the user keeps this memory for good, and the bucket takes other memory. A step in
+// which no gradient is kept allocates and copies nothing.
 
 /// Whether the gradient on the shard is the published one.
 bool shows_published(const Parameter& p) {
@@ -66,13 +66,13 @@ at::Tensor final_of(const Unit& unit, const Parameter& p) {
   const auto& bucket = *unit.buckets()[p.bucket];
   const auto owned = p.owned();
   const auto begin = owned.empty() ? 0 : bucket.plan().offset_in_slice(p.placed(), bucket.rank());
-  // It has a separate version counter: the user changes this gradient, not the whole bucket.
+  // The part has a separate version counter: the user changes this gradient, not the whole bucket.
   return bucket.final_gradient().narrow(0, begin, owned.size()).variable_data();
 }
 
 }  // namespace
 
-/// Leaves the memory of gradients that the user keeps, before anything is added to the sums.
+/// Moves the sums out of memory that the user keeps, before anything is added to them.
 void Publisher::leave_kept_sums(Unit& unit) {
   for (const auto& p : unit.parameters()) {
     if (!shows_published(*p)) p->seen_grad = at::Tensor();
@@ -83,7 +83,7 @@ void Publisher::leave_kept_sums(Unit& unit) {
       return bucket.final_is_accumulator() && is_kept(unit, i, bucket.accumulator());
     };
     if (!is_published_here()) continue;
-    reducer_.finish(unit);  // reductions under way refer to it as well
+    reducer_.finish(unit);  // reductions under way write to the accumulator, too
     if (!is_published_here()) continue;
     bucket.leave_accumulator();
     for (const auto& p : unit.parameters()) {
@@ -207,8 +207,8 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
   TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
-  // Zeros clear what waits. Other values are refused, since whether they include what waits depends
-  // on the number of ranks.
+  // Zeros clear the gradients that wait. Other values are refused: whether they include those
+  // gradients depends on the number of ranks.
   const auto is_zero = [&] {
     return !comm::read_on_host(grad.any(), "gradient of " + p.contract.name).item<bool>();
   };
@@ -245,7 +245,7 @@ void Publisher::forget_cleared() {
 
 void Publisher::import_user_changes(const ModelControls& controls) {
   const at::NoGradGuard no_grad;
-  forget_cleared();  // those cleared since the forward: no zeros are written for them
+  forget_cleared();  // those cleared since the forward, so that no zeros are written
   for (auto* unit : units_) {
     check_integrity(*unit);
     leave_kept_sums(*unit);
@@ -255,8 +255,8 @@ void Publisher::import_user_changes(const ModelControls& controls) {
       auto& bucket = unit->bucket_of(*p);
       const auto& grad = p->shard.grad();
       if (!grad.defined()) {
-        // zero_grad(set_to_none): a new sum begins, without what waits, on any number of ranks. A
-        // sum that was never published still waits, and stays.
+        // After zero_grad(set_to_none) a new sum begins, without gradients that wait, on any number
+        // of ranks. A sum that was never published stays: it still waits.
         if (p->published) {
           reducer_.finish(*unit);
           bucket.reset_accumulator(p->place);

@@ -1,8 +1,8 @@
 // Publisher: handles gradients between two backwards.
 //
-// At the end of a backward that reduces it agrees on the used parameters, sums over replicas, casts
-// to the final dtype and sets `.grad` of the shards. When the next backward begins it takes over
-// the changes that the user has made to them. [Note: unused], [Note: kept gradients] in
+// At the end of a backward that reduces, it agrees on the used parameters, sums over replicas,
+// casts to the final dtype and sets `.grad` of the shards. When the next backward begins it takes
+// over the user's changes to these gradients. [Note: unused], [Note: kept gradients] in
 // publisher.cpp.
 #pragma once
 
@@ -25,24 +25,23 @@ class Publisher {
   Publisher(const Groups& groups, Reducer& reducer, const std::vector<Unit*>& units)
       : groups_(groups), reducer_(reducer), units_(units) {}
 
-  /// Puts the gradients that were reduced since the last call on the shards. Collective. `marks` go
-  /// into the labels.
+  /// Sets `.grad` of the shards from the gradients that were reduced since the last call.
+  /// Collective. `marks` go into the labels.
   void publish(const ModelControls& controls, const std::string& marks);
-  /// Starts new sums in buckets whose gradients the user has cleared, where nothing is pending: on
-  /// a device their memory is free for what comes before the next backward. Nothing may be under
-  /// way.
+  /// Starts new sums in buckets whose gradients the user has cleared, unless something is pending
+  /// there. On a device this frees their memory for the next forward. Nothing may be under way.
   void forget_cleared();
-  /// Takes over the gradients that the user changed, cleared or kept since. Errors: kContract,
-  /// kUsage naming the parameter.
+  /// Takes over the gradients that the user changed, cleared or kept since they were published.
+  /// Errors: kContract, kUsage naming the parameter.
   void import_user_changes(const ModelControls& controls);
   /// Requires that the gradients on the shards are those that import_user_changes() has seen last.
   /// Errors: kUsage, naming `what` and the parameter.
   void require_as_seen(const char* what) const;
-  /// Notes that the present sums are of losses of another scale.
+  /// Notes that the loss scale has changed: the present sums are of losses at the old scale.
   void rescaled() { rescaled_ = true; }
-  /// Moves sums that the user can see to other memory, before a reduction into them that the end of
-  /// this backward does not wait for: the user may read and write the published gradients
-  /// meanwhile.
+  /// Moves to other memory the sums of which published gradients are views. Called before a
+  /// reduction that the end of this backward does not wait for: the user may read and write those
+  /// gradients meanwhile.
   static void leave_shown_sums(const Unit& unit);
 
  private:

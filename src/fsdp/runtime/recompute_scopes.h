@@ -1,12 +1,13 @@
 // Recomputation: what the handles do while a checkpointed forward runs again inside a backward.
 //
-// [Note: recomputation] The composition is unit(checkpoint(block)). A handle that is called inside
-// a checkpoint records its forward when that runs the first time (without grad). When the forward
-// runs again, inside the backward, it neither opens a new segment nor counts: it takes the entry of
-// the first time, which is then gathered, marked and released as in any backward. Random numbers
-// and autocast are those of the first time (recompute.cpp). A selective checkpoint returns again
-// the results that keep() has stored. tessera::checkpoint uses these scopes; the non-reentrant
-// checkpoints of torch have none: repeated_calls.h.
+// [Note: recomputation] Compose unit(checkpoint(block)) or checkpoint(unit(block)). A handle that
+// is called inside a checkpoint records its forward when the checkpoint runs it first (without
+// grad). When the forward runs again, inside the backward, it neither opens a new segment nor
+// counts as a forward. It takes the Entry of the first run, whose unit is then gathered, marked and
+// released as in any backward. Random numbers and autocast are those of the first run
+// (recompute.cpp). In the second run a selective checkpoint returns the results that keep() has
+// stored. tessera::checkpoint uses these scopes; the non-reentrant checkpoints of torch have none:
+// repeated_calls.h.
 #pragma once
 
 #include <cstddef>

@@ -59,7 +59,8 @@ bool Reducer::has_room_for(const Unit& unit, std::int64_t bytes) const {
   return units < kUnitsInFlight;
 }
 
-/// Waits for the oldest one: on a device in its stream, on the host until all ranks have issued it.
+/// Waits for the oldest reduction: on a device in the stream ended_, on the host until all ranks
+/// have issued it.
 void Reducer::free_oldest() {
   auto oldest = std::move(under_way_.front());
   under_way_.pop_front();

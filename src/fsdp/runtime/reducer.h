@@ -3,10 +3,10 @@
 // It keeps the memory that they use below a budget, by waiting for the oldest one. runtime.h
 // decides when a reduction is issued, and bucket.h what it sends.
 //
-// On a device the host does not wait for that memory: it is free after the end of the reduction,
-// and each later use is ordered after that end (buffer_pool.h). The rank's stream waits only where
-// sums are read. The budget there counts units, since bytes that suit most units may be fewer than
-// one large unit has: it is two units, one that is sent while the other one is computed.
+// On a device the host does not wait for memory: each later use of it is ordered after the end of
+// the reduction (buffer_pool.h). The rank's stream waits only where sums are read. The default
+// budget there is two units, of which one is sent while the other is computed: a number of bytes
+// that suits most units may be too small for one large unit.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@ class Unit;
 
 class Reducer {
  public:
-  /// Without `budget_bytes`: 32 MiB on the CPU.
+  /// Without `budget_bytes`: 32 MiB on the CPU, two units on a device.
   Reducer(std::optional<std::int64_t> budget_bytes, at::Device device)
       : device_(device), budget_(budget_bytes) {}
 
-  /// Issues the reductions of the trainable buckets of one unit, group by group in their order,
-  /// after those of its earlier micro-batches. `marks` go into the labels.
+  /// Issues the reductions of the unit's trainable buckets, one batch for each group. Those of its
+  /// earlier micro-batches must have ended (free_wires()). `marks` go into the labels.
   void issue(comm::IssueQueue& queue, Unit& unit, const std::string& marks);
   /// Waits until the unit's wires are free.
   void free_wires(const Unit& unit);
@@ -44,7 +44,7 @@ class Reducer {
  private:
   struct UnderWay {
     Unit* unit;
-    comm::Group* group;  // the group of the unit's buckets that are in it
+    comm::Group* group;  // the group of the buckets that are reduced
     comm::Pending work;
     std::int64_t bytes;
   };

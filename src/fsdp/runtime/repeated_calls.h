@@ -2,11 +2,11 @@
 // checkpoint of torch, against the calls of the first run. Such a checkpoint replaces the tensors
 // that the first run saved by those that the second run saves.
 //
-// The second run has no record: its graph is dropped, and the backward goes through the nodes of
-// the first run. So each of its calls has to repeat a call of a forward that the backward under way
-// goes through, and the calls of one run have to follow each other as they did there. Where a run
-// begins is not known: it may be at any forward of the unit whose backward has not ended. Two calls
-// belong to one run where the same hooks on saved tensors are set and the same node runs. Next:
+// The second run is not recorded: its graph is dropped, and the backward goes through the nodes of
+// the first run. So each call of the second run has to repeat a call of a forward that the backward
+// under way goes through, in the same order. It is not known where a run begins: its first call may
+// repeat any forward of that unit whose backward has not ended. Two calls belong to the same run if
+// the same hooks on saved tensors are set and the same autograd node runs. Next:
 // recompute_scopes.h, for tessera::checkpoint.
 #pragma once
 
@@ -31,7 +31,7 @@ class RepeatedCalls {
   enum class Verdict : std::uint8_t {
     kRepeats,
     kUnknown,      ///< no forward that the backward goes through made such a call
-    kWithoutGrad,  ///< one did, without grad mode
+    kWithoutGrad,  ///< such a call was made, but without grad mode
     kOtherOrder,   ///< the first run made another call at this place
   };
 
@@ -40,8 +40,8 @@ class RepeatedCalls {
   /// Checks a call of `unit`, with the current grad mode. `segments`: those that the backward goes
   /// through.
   Verdict follow(UnitId unit, const std::vector<std::shared_ptr<Segment>>& segments);
-  /// Returns the units that were possible where follow() returned kOtherOrder; none: no further
-  /// call.
+  /// Returns the units of which a call was possible where follow() returned kOtherOrder; none: no
+  /// call was.
   std::vector<UnitId> expected() const;
   /// Ends the run under way.
   void forget();

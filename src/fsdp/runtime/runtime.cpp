@@ -109,7 +109,7 @@ std::string Runtime::difference_between_ranks(const std::string& lines, const ch
 void Runtime::agree_on_plan() {
   for (auto* unit : units_) {
     unit->controls.agreed_reshard_after_forward = unit->controls.reshard_after_forward;
-    unit->controls.divide_factor.reset();  // it is part of the contracts
+    unit->controls.divide_factor.reset();  // the contracts have it already
   }
   controls_changed();
   agreed_ = data_group() == nullptr;
@@ -140,7 +140,7 @@ void Runtime::agree(const std::string& lines, const char* what, const char* hint
 
 void Runtime::name_model() {
   std::uint64_t others = 0;
-  // Ranks may have counted other models before, where they had another stage of a model.
+  // Ranks with different stages of a pipeline may have named different numbers of models so far.
   if (mesh().size_of(axis::kPipeline) > 1) world().note_stages();
   if (world().had_stages() && data_group() != nullptr) {
     const auto mine = std::to_string(world().models_named());
@@ -281,7 +281,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
     release_stale();
   }
   if (auto* kept = std::exchange(kept_, nullptr); kept != nullptr && kept != &unit) {
-    kept->release();  // the forward continues, so that its backward does not come next
+    kept->release();  // another unit follows, so the backward of `kept` does not come next
   }
   ++unit.progress_.open_calls;
   // The outermost checkpoint that runs for the first time, if any.
@@ -323,8 +323,8 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   ++unit.progress_.open_calls;
   pre_backward(*entry);
   if (auto* inner = first_forward(); inner != nullptr && !at::GradMode::is_enabled()) {
-    // A checkpoint inside this one runs it for the first time: backward goes through the
-    // recomputation of the inner one.
+    // A checkpoint inside this one runs the unit for the first time: the backward goes through the
+    // inner checkpoint's recomputation.
     inner->entries.push_back(entry);
   }
   unit.renew_accumulators();
@@ -366,7 +366,8 @@ void Runtime::require_repeats(const Unit& unit) {
     refuse_repeated(unit, unknown);
   }
   if (!in_backward_) {
-    // The second run sets grad mode; pre_backward() checks the grad mode of the backward.
+    // The second run has set grad mode. pre_backward() checks later whether the backward has it,
+    // too.
     const at::NoGradGuard no_grad;
     begin_backward();
     is_graph_unchecked_ = true;
@@ -391,9 +392,9 @@ void Runtime::require_repeats(const Unit& unit) {
   }
 }
 
-/// Gathers the unit for a forward that the plan, which gathers it for its backward, does not know.
-/// All ranks that run the same come by this place; a rank that does not cannot know what the others
-/// issue.
+/// Gathers the unit for a repeated forward, which the plan does not know: the plan gathers the unit
+/// later, for its backward. All ranks that repeat this forward come to this place. A rank that does
+/// not repeat it cannot know what the others issue.
 void Runtime::gather_again(Unit& unit) {
   const auto gather = [&](Unit& one) {
     if (one.gathered() || one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
@@ -462,7 +463,7 @@ void Runtime::leave_forward(Unit& unit) {
   }
   const bool grad = at::GradMode::is_enabled() || first_forward() != nullptr;
   if (!in_backward_ && unit.progress_.open_calls == 0 && ends_its_use) {
-    // The last unit's backward comes first, so that it stays unsharded.
+    // The last unit's backward comes first, so the unit stays unsharded.
     if (grad && !outermost && forwards_.is_last(unit.id())) {
       kept_ = &unit;
     } else {
@@ -497,8 +498,8 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   const auto mine = all[group == nullptr ? 0 : group->rank()];
   for (std::int64_t i = 0; i < count; ++i) kept[static_cast<std::size_t>(i)]->mark_stale(mine[i]);
   if (group != nullptr) {
-    // Uses a group of gathers: on a rank that keeps no unit it meets a gather, and the error names
-    // both.
+    // Uses a group of gathers: where another rank keeps no unit, this collective meets a gather
+    // there, and the error names both.
     comm::Batch batch;
     batch.label = {comm::Kind::kAllGather, "units kept unsharded:", 0, 0, marks()};
     for (const auto* unit : kept) batch.label.unit += concat(" ", unit->shown_name());
@@ -511,8 +512,8 @@ std::vector<bool> Runtime::stale_on_any_rank(const std::vector<Unit*>& kept) {
   return stale;
 }
 
-/// Releases units that still show the parameters of before the last step: after a forward without a
-/// backward, or whose graph is kept.
+/// Releases units that still have the parameters from before the last step: no backward came after
+/// their forward, or its graph is kept.
 void Runtime::release_leftovers() {
   for (auto* unit : units_) {
     if (!unit->keeps_unsharded_after_backward()) unit->release();
@@ -520,8 +521,8 @@ void Runtime::release_leftovers() {
 }
 
 /// Releases leftovers, and units that are kept unsharded on purpose but differ from the shards.
-/// They are compared by value, since torch::optim writes past version counters. The tensors of a
-/// kept graph show the values of the next gather.
+/// They are compared by value, since torch::optim writes past version counters. Tensors that a kept
+/// graph has saved show the values of the next gather.
 void Runtime::release_stale() {
   if (in_backward_) return;
   release_leftovers();
@@ -551,7 +552,7 @@ void Runtime::begin_unshard(Unit& unit) {
 
 void Runtime::wait_unshard(Unit& unit) {
   renew_after_failure();
-  // Where it was released since, or a forward has waited for it, nothing is left to do.
+  // Nothing is left to do where the unit was released since, or where a forward has waited for it.
   if (unit.progress_.unsharded_by_user && !unit.gathered()) unit.wait_gather();
   unit.read_here();
 }

@@ -8,31 +8,33 @@
 // ranks agree on when a backward begins, and its end), pass.cpp (what the actions do) and
 // between_steps.cpp (controls, checks, failures). open_step.h has what a step scope changes.
 //
-// A PassPlan lists the actions of one forward or backward. One planner (pass_planner.h) makes all
-// plans and advance() runs them. A step that follows a record has its plans when it begins. In a
-// step that records, and outside of a step, a plan is made when a backward begins and ranks have
-// agreed on the forwards that it goes through; other backwards may run inside that one
-// (BackwardUnderWay). A forward that is not known in advance has no plan: it gathers each unit when
-// it enters it.
+// A PassPlan lists the actions of one forward or backward. pass_planner.h makes all of them, and
+// advance() runs them. A step that follows a record has its plans when it begins. In a step that
+// records, and outside of a step, a plan is made when a backward begins and ranks have agreed on
+// the forwards that it goes through; other backwards may run inside that backward
+// (BackwardUnderWay). A forward that is not known in advance has no plan: it gathers each unit that
+// it enters.
 //
-// [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
-// recomputation, functions return undefined gradients. A unit's backward is over when its *marker*
-// has run, an identity node at a grad-requiring input of its forward (call.cpp), or when the
-// backward reaches a node that is older than the unit's forward: autograd runs the newest nodes
-// first. So the agreed list says after which place a unit is reduced. Deferred gradients hold
-// tickets: while any gradients are deferred, all units are reduced together, once no rank has an
-// open ticket. Gradients that a backward defers to one of its exchanges are formed before the next
-// marker runs.
+// [Note: readiness] Gradients are never counted, since a count would not tell when a unit's
+// backward is over: parameters stay unused, hooks fire twice under recomputation, functions return
+// undefined gradients. It is over when the unit's *marker* has run, an identity node at a
+// grad-requiring input of its forward (call.cpp), or when the backward reaches a node that is older
+// than that forward: autograd runs the newest nodes first. The agreed list ([Note: collective
+// order]) says after which place a unit is reduced. Deferred gradients hold tickets: while any
+// gradients are deferred, all units are reduced together, once no rank has an open ticket.
+// Gradients that a backward defers only until one of its exchanges (under_exchange()) are formed
+// when the next marker runs, at the latest.
 //
 // [Note: release] A unit's unsharded memory is released at its marker, not when its last gradient
 // arrives: with a frozen base and adapters all gradients arrive before the base weight's last use.
 //
-// Threads: the rank's thread runs forwards, and it or another one the backward, never both at the
-// same time. But a graph may end on any thread: on the one that drops the last reference to it
-// (PendingBackward), and, after an exception, on a device thread of autograd, which frees the graph
-// task when the rank's thread has already left with the error and may be in its next forward. That
-// thread aborts the World, which any thread may do, and leaves a note (abandon_backward). The
-// rank's thread drops what the runtime owns when it enters the runtime next (take_up_abandoned).
+// Threads: the rank's thread runs forwards; that thread or another one runs the backward, never
+// both at the same time. But a graph may be destroyed on any thread: on the one that drops the last
+// reference to it (PendingBackward), or, after an exception, on a device thread of autograd. The
+// device thread may free the graph task after the rank's thread has left with the error and begun
+// its next forward. So it only aborts the World, which any thread may do, and notes that the
+// backward has ended (abandon_backward). The rank's thread drops what the runtime owns when it
+// enters the runtime next (take_up_abandoned).
 #pragma once
 
 #include <atomic>
@@ -66,23 +68,25 @@ namespace tessera::fsdp {
 
 inline constexpr auto kAbandoned = "an exception left a backward through sharded modules";
 
-// Messages for a difference between ranks that a backward, or the end of a step scope, finds by
-// itself. `difference` is the first difference, as text.
+// Messages for a difference between ranks that a backward or the end of a step scope has found.
+// `difference` is the first one, as text.
 std::string calls_differ(const std::string& what, const std::string& difference);
 std::string units_differ(const std::string& difference);
 
-/// A backward under way: the outermost one, or one that a node of it runs unannounced.
+/// A backward under way: the outermost one, or one that a node of another backward runs, of which
+/// autograd gives no notice.
 struct BackwardUnderWay {
   Pass pass;
-  std::vector<std::uint32_t> forwards;  ///< numbers of the forwards that it goes through, its parts
-  std::vector<Reach> reached;           ///< by part: what some rank goes through
+  std::vector<std::uint32_t> forwards;  ///< its parts: numbers of the forwards that it goes through
+  std::vector<Reach> reached;           ///< by part: what any rank's backward goes through
   std::vector<PassedPlace> places;      ///< in the order in which the backward passes them
   std::size_t passed = 0;               ///< index of the last place that this rank has passed
-  std::vector<std::shared_ptr<Segment>> segments;  ///< this rank's, of the forwards that it has
+  std::vector<std::shared_ptr<Segment>> segments;  ///< this rank's segments of these forwards
 
   /// Returns the index of the entry's part, or the number of parts where it is in none.
   std::size_t part_of(const Entry& entry) const;
-  /// Searches from `passed`. Returns the end of `places` where this rank is past the place.
+  /// Searches `places` from `passed` on. Returns the end where this rank has passed the place
+  /// already.
   std::vector<PassedPlace>::const_iterator find(const PassedPlace& place) const;
   void note_passed(const PassedPlace& place);
 };
@@ -97,8 +101,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   World& world() const { return groups_.world(); }
   comm::IssueQueue& queue() { return world().queue(); }
   const std::shared_ptr<comm::BufferPool>& pool() { return pool_; }
-  /// Frees the memory of a bucket's gradients once all of them are cleared, as on a device. By
-  /// default the host keeps it for the next step, since new pages cost more.
+  /// Frees the memory of a bucket's gradients once all of them are cleared, from now on, as on a
+  /// device. By default the CPU keeps that memory for the next step, since new pages cost more.
   void free_gradients() { frees_gradients_ = true; }
   bool frees_gradients() const { return frees_gradients_; }
   grad::GradSink& sink() { return sink_; }
@@ -111,8 +115,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void add_unit(Unit* unit);
   /// Does nothing where the unit was removed before.
   void remove_unit(Unit* unit);
-  /// Keeps the unit until the next forward of another handle of the tree, a place that all ranks
-  /// pass. A graph that a rank keeps does not keep the unit in the tree, only its memory.
+  /// Keeps the unit in the tree until the next forward of another handle, a place that all ranks
+  /// pass. After that, a graph that a rank keeps holds the unit's memory, but not its place in the
+  /// tree.
   void handle_is_gone(Unit& unit);
   const std::vector<Unit*>& units() const { return units_; }
   /// Checks that all ranks have the same contracts and plans. Collective. Errors: kContract naming
@@ -130,24 +135,25 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Errors: kUsage where the World is closed; kComm after a failure that World::recover() has not
   /// ended.
   void require_recovered() const;
-  /// Makes the unit's parameters readable. Returns null when it need not be recorded.
+  /// Makes the unit's parameters readable. Returns null when the forward need not be recorded.
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
-  /// Makes the unit's parameters readable in a forward inside a backward, which has to repeat a
-  /// recorded forward (repeated_calls.h), and records nothing. Returns false for an ordinary
-  /// forward: without grad mode, in a backward that does not go through this model. Errors: kUsage,
-  /// on all ranks.
+  /// Enters a forward inside a backward, which has to repeat a recorded forward (repeated_calls.h):
+  /// makes the unit's parameters readable and records nothing. Returns false for an ordinary
+  /// forward: one without grad mode in a backward that does not go through this model. Errors:
+  /// kUsage, on all ranks.
   bool enter_repeated(Unit& unit);
   void leave_repeated(Unit& unit);
-  /// Whether its memory is released when the forward under way ends, even if a tensor there is
-  /// held.
+  /// Whether the unit's memory is released when its forward under way ends, even if a result shows
+  /// that memory.
   bool reshards_after(const Unit& unit) const;
   void leave_forward(Unit& unit);
   /// Whether a forward is under way that has entered no unit but the outermost one.
   bool is_in_outermost() const { return forwards_.is_outermost(); }
   /// Ends the step after an exception in a forward or backward; aborts the World.
   void fail(const std::string& why);
-  /// A number that changes with every failure: calls that began before one must not continue.
+  /// A number that changes with every failure: a call that began before a failure must not
+  /// continue.
   std::uint64_t generation() const { return generation_; }
 
   // --- backward, called by the nodes of call.cpp ---
@@ -168,7 +174,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void expect(Entry& entry);
 
   // --- steps, called by StepScope (step_scope.h) ---
-  /// Does what StepScope's constructor says. Collective.
+  /// Opens a step, as the constructor of StepScope says. Collective.
   std::shared_ptr<OpenStep> open_step(StepScopeOptions options);
   /// Fails a step whose scope ends without finish(). Does nothing where the step has ended.
   void give_up(const OpenStep& step);
@@ -192,19 +198,19 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void begin_sums();
   void import_user_changes() { publisher_.import_user_changes(switches_); }
   /// Returns what any rank's backward goes through, and forgets the forwards of which no rank has a
-  /// graph. Collective. Errors: kComm where ranks have other traces; kUsage where parameters were
-  /// changed since a forward that this rank's backward goes through.
+  /// graph. Collective. Errors: kComm where traces differ between ranks; kUsage where parameters
+  /// were changed since a forward that this rank's backward goes through.
   BackwardView agree_on_backward(const Entry* first);
   /// Begins a unit's forward or backward: makes its parameters readable, then runs the actions that
   /// overlap with its computation.
   void begin_place(Pass& pass, const PlanPlace& place, Unit& unit);
   /// Runs the next actions of the pass, in order, until `count` of them are done.
   void advance(Pass& pass, std::size_t count);
-  /// Reduces the unit's gradients. `is_shown_next`: they are published before the user can read
-  /// them.
+  /// Reduces the unit's gradients. `is_shown_next`: whether they are published at the end of this
+  /// backward, before the user can read them.
   void reduce(Unit& unit, bool is_shown_next);
   void leave_backward();
-  /// Requires that the user has not changed or cleared gradients meanwhile. Errors: kUsage.
+  /// Requires that the user has not changed or cleared gradients in this step. Errors: kUsage.
   void require_as_seen(const char* what) const { publisher_.require_as_seen(what); }
   /// Reduces the pending gradients and those of the units in `dirty` (by unit), and publishes all.
   void settle(const std::vector<bool>& dirty);
@@ -220,10 +226,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   double loss_scale() const { return switches_.loss_scale; }
   void set_has_scaler(bool value) { has_scaler_ = value; }
   bool has_scaler() const { return has_scaler_; }
-  /// Errors: kUsage as require_idle(), and while gradients wait to be reduced.
+  /// Requires what require_idle() and require_synced() require. Errors: kUsage.
   void require_whole_sums(const char* what);
-  /// Errors: those of require_whole_sums(); kUsage for gradients on shards, since the units are
-  /// about to be laid out again.
+  /// Requires what require_whole_sums() requires, and that no shard has a gradient, since the units
+  /// are about to be laid out again. Errors: kUsage.
   void require_between_steps(const char* what);
   void set_requires_replica_reduce(bool value);
   void set_is_last_backward(bool value);
@@ -234,16 +240,17 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void controls_changed() { controls_known_ = false; }
   /// The current controls.
   Controls controls() const;
-  /// Sets what replays regions of the model from now on; null replays none. Errors: kUsage in a
-  /// step.
+  /// Sets the object that replays the model's regions from now on; null: none is replayed. Errors:
+  /// kUsage in a step.
   void set_regions(std::shared_ptr<grad::Regions> regions);
   const std::shared_ptr<grad::Regions>& regions() const { return regions_; }
-  /// Sets what makes the plans of step scopes from now on. `while_recording`: the recompute mode of
-  /// steps that have no plan yet, for units whose mode a plan may choose. Errors: kUsage in a step.
+  /// Sets the function that makes the plans of step scopes from now on. `while_recording`: the
+  /// recompute mode of steps that have no plan yet, for units whose mode a plan may choose. Errors:
+  /// kUsage in a step.
   void set_planner(Planner planner, RecomputeMode while_recording);
-  /// Requires that the model is not compiled, before its units go to another runtime, which has
-  /// neither plans nor regions of this one. Errors: kUsage where there is a planner, or regions are
-  /// replayed.
+  /// Requires that the model is not compiled. Called before its units join another runtime, which
+  /// has neither the plans nor the regions of this one. Errors: kUsage where there is a planner, or
+  /// regions are replayed.
   void require_not_compiled(const std::string& what) const;
   std::vector<PlanUnit> plan_units() const;  ///< the units as they are now
   /// The plan of the last step scope that followed one; null where none has.
@@ -254,24 +261,24 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void follow_recompute(const std::vector<RecomputeMode>& modes);
   void end_following();
   const std::vector<RecomputeMode>& followed_recompute() const { return followed_; }
-  /// The controls as text. It is part of every label and of the agreement on the forward order, so
-  /// that ranks cannot differ. [Note: controls]
+  /// The controls as text. The text is part of every label and of the agreement on the forward
+  /// order, so that a difference between ranks is found. [Note: controls]
   const std::string& controls_as_text();
-  /// The model's name and the controls, for labels: two models of one module issue the same
-  /// collectives. Inside a step the stage is named, too.
+  /// The model's name and the controls, for labels: without the name, two models of the same class
+  /// would have the same labels. Inside a step the stage is named, too.
   const std::string& marks();
-  /// Names the model, for labels from now on. Its units have to be agreed on. Collective where
-  /// there are pipeline stages.
+  /// Names the model, for labels from now on. Called after agree_on_plan(). Collective where there
+  /// are pipeline stages.
   void name_model();
   const std::string& model_name() const { return model_; }
-  /// Starts the unit's gather for the user, and keeps it. Collective.
+  /// Starts the unit's gather for the user, and keeps the unit unsharded. Collective.
   void begin_unshard(Unit& unit);
   void wait_unshard(Unit& unit);
   /// Waits until a reduction of an earlier micro-batch no longer uses the unit's slots.
   void free_slots_of(const Unit& unit) { reducer_.free_wires(unit); }
-  /// Calls Publisher::forget_cleared() where no backward is under way: after zero_grad(), and
-  /// before the next forward's activations, since an optimizer of torch::optim clears gradients by
-  /// itself.
+  /// Calls Publisher::forget_cleared(), unless a backward is under way. Called after zero_grad(),
+  /// and before the next forward makes activations, since an optimizer of torch::optim clears
+  /// gradients without a call of zero_grad().
   void forget_cleared();
   /// Requires that gradients can be read. Errors: kUsage while reductions wait for the last
   /// backward; those of GradSink::require_all_redeemed.
@@ -281,16 +288,17 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Requires that no micro-batch waits to be reduced or to be summed over replicas. Errors: kUsage
   /// as require_reduced(), naming the unit.
   void require_synced(const char* what) const;
-  /// Errors: kUsage where a failure lost gradients and zero_grad() was not called since.
+  /// Requires that zero_grad() was called since a failure last lost gradients. Errors: kUsage.
   void require_none_lost(const char* what) const;
-  /// Errors: kUsage while a recorded forward waits for its backward, or gradients are deferred.
+  /// Requires that no step scope is open, no recorded forward waits for its backward, and no
+  /// gradients are deferred. Errors: kUsage.
   void require_idle(const char* what) const;
   /// Requires that no step scope is open. Errors: kUsage.
   void require_no_step(const char* what) const;
   /// Whether an exception has ended a step, and no reset() came since.
   bool has_failed() const;
-  /// Calls reset() after a failure that World::recover() has ended. Every call that may be the
-  /// first one after a failure begins with it.
+  /// Calls reset() after a failure that World::recover() has ended. Every function that may be
+  /// called first after a failure begins with this call.
   void renew_after_failure();
   /// Releases all unsharded memory and forgets everything under way, also published gradients.
   void reset();
@@ -304,7 +312,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
  private:
   /// Drops everything under way of a step that failed.
   void end_step();
-  /// Acts on the note of abandon_backward(). Threads: the rank's thread.
+  /// Ends the step if abandon_backward() was called for its backward. Threads: the rank's thread.
   void take_up_abandoned();
   // units and forward: runtime.cpp
   void check_usable();
@@ -374,7 +382,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Forwards forwards_;
   Unit* kept_ = nullptr;  // the last unit of the forward, which stays unsharded for its backward
   PendingBackward::Count outstanding_ =
-      std::make_shared<std::atomic<int>>(0);  // backwards of entries since reset()
+      std::make_shared<std::atomic<int>>(0);  // number of pending backwards since reset()
   std::int64_t gathers_issued_ = 0;
 
   std::atomic<bool> in_backward_ = false;

@@ -93,8 +93,8 @@ StepPlan OpenStep::planned(const PlanInputs& inputs) const {
   return plan;
 }
 
-/// Compares the plans of all ranks, and returns the refusal of any rank's planner on all of them.
-/// Collective.
+/// Compares the plans of all ranks. Where any rank's planner refused, returns that refusal on all
+/// ranks. Collective.
 std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr refusal) const {
   auto* group = runtime_.data_group();
   const auto hash = refusal ? hash_bytes(message_of(refusal)) : plan.hash();
@@ -114,8 +114,8 @@ std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr r
                                       "; give every rank the same one")));
 }
 
-/// Makes the plan, or takes that of the last step, from inputs on which all ranks have agreed, so
-/// that all have the same one. Returns why there is none, the same on all ranks. Collective.
+/// Makes the plan, or takes that of the last step. Its inputs are agreed on, so all ranks have the
+/// same plan. Returns why there is none, the same on all ranks. Collective.
 std::exception_ptr OpenStep::make_plan() {
   const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
   std::vector<bool> resharded;
@@ -128,8 +128,9 @@ std::exception_ptr OpenStep::make_plan() {
     step_plan_ = runtime_.planning().followed = known.plan;
     return nullptr;
   }
-  // The requests of another plan do not come again. The pool hands out the most recently used
-  // blocks first, so that blocks that only the other plan needed stay idle.
+  // A second begin_step() forgets the last step's requests: those of another plan do not come
+  // again. The pool hands out the most recently used blocks first, so blocks that only the other
+  // plan needed stay idle.
   runtime_.pool()->begin_step();
   StepPlan plan;
   std::string marks;
@@ -202,8 +203,8 @@ std::string OpenStep::record_as_text() const {
 }
 
 /// Checks at the end of a step, with one exchange, that all ranks have made the same calls, which
-/// the calls themselves do not check. Returns the refusal of any rank (`mine`: of this one) on all
-/// ranks, or null.
+/// the calls themselves do not check. Returns, on all ranks, the refusal of any rank, or null.
+/// `mine`: that of this rank.
 std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
   auto* group = runtime_.data_group();
   if (group == nullptr) return mine;

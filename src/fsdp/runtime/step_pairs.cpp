@@ -13,7 +13,7 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Sets `place` to the value while it lives, and to T() afterwards.
+/// Gives `place` the value while this object lives, and T() afterwards.
 template <class T>
 class Meanwhile {
  public:
@@ -26,8 +26,8 @@ class Meanwhile {
   T& place_;
 };
 
-/// Clears UnitHere at its end, after a failure: the caller's stack is in no unit and no step any
-/// more, also where one of the two stacks has set them.
+/// Clears UnitHere when a pair has failed: its caller is then in no unit and no step, whichever of
+/// the two call stacks has set them.
 class LeavesLabels {
  public:
   explicit LeavesLabels(const Runtime& runtime) : runtime_(runtime) {}
@@ -84,7 +84,7 @@ void OpenStep::run_pair(const StepForward& forward, const StepBackward& backward
   call_of_pair(forward.stage, forward.micro_batch, forward.run);
 }
 
-/// Runs one function of a pair. Its exception ends the step before the other pass is made to leave.
+/// Runs one function of a pair. Its exception ends the step before the other function is unwound.
 void OpenStep::call_of_pair(int stage, std::int64_t micro_batch, const std::function<void()>& run) {
   UnitHere::enter(stage, static_cast<std::uint32_t>(micro_batch));
   try {
@@ -109,8 +109,8 @@ void OpenStep::run_overlapped(const StepForward& forward, const StepBackward& ba
   const Meanwhile<const Pass*> other_of_backward(backward_.pass.paired, &forward_.pass);
   const Meanwhile inside(inside_pair_, true);
   const LeavesLabels at_the_end(runtime_);
-  // The backward begins, so that the forward's attention runs during the exchange that returns the
-  // experts' results, during which otherwise only the order of rows is computed.
+  // The backward begins, so that the forward's attention overlaps with the exchange that returns
+  // the experts' results. Otherwise only the order of rows would be computed during that exchange.
   const auto turns = runtime_.turns().run(
       [&] { call_of_pair(backward.stage, backward.micro_batch, backward.run); },
       [&] { call_of_pair(forward.stage, forward.micro_batch, forward.run); },

@@ -17,8 +17,8 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Whether this is torch::autograd::grad, or a backward() with inputs, which forms and defers no
-/// other gradient.
+/// Whether this is torch::autograd::grad, or a backward() with inputs. These form and defer only
+/// the gradients of the chosen tensors.
 bool is_towards_chosen_tensors() {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   return chosen != nullptr && !chosen->empty();
@@ -76,8 +76,8 @@ void OpenStep::release_transient() {
 
 // ---------------------------------------------------------------------------------------- forward
 
-/// Refuses a forward inside a backward: in a pair also one that the backward's function calls
-/// before or after autograd runs.
+/// Refuses a forward inside a backward. In a pair this includes a forward that the backward's
+/// function calls before or after autograd runs.
 void OpenStep::require_outside_of_backward() {
   const bool is_inside =
       is_pair() ? base::pass_here() == 0 || base::in_backward_pass() : runtime_.is_in_backward();
@@ -173,8 +173,8 @@ void OpenStep::leave(Unit& unit, bool is_outermost) {
 
 // --------------------------------------------------------------------------------------- backward
 
-/// Requires that the entry is of the backward that was announced. Errors: kUsage, here and on the
-/// other ranks.
+/// Requires that the entry belongs to the backward of begin_backward(). Errors: kUsage, here and on
+/// the other ranks.
 void OpenStep::require_of_action(const Entry& entry) {
   now_ = &backward_;
   const auto& of = entry.segment->forward->in_step;
@@ -222,8 +222,8 @@ std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
 
 /// Plans the backward under way, in a step that records.
 std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
-  // As in an eager plan of the same options, so that sums have the same order from the first step
-  // on.
+  // Reduces where an eager plan of the same options does, so that sums have the same order from the
+  // first step on.
   const bool reduces_here = reduces(reduce_at(), micro_batch_of(backward_).which);
   std::vector<PlanUnit> units;
   std::vector<bool> releases;
@@ -237,7 +237,7 @@ std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
       fsdp::plan_backward(recorded_, std::move(units), releases));
 }
 
-/// Begins a pass of the step's plan, which lives as long as the pass.
+/// Begins a pass that follows the step's plan, and keeps the plan alive.
 void OpenStep::follow(UnderWay& under, PassPlan MicroBatchPlan::* which) {
   const auto& stage = step_plan_->stages[static_cast<std::size_t>(under.action.stage)];
   const auto& plan = stage.of(micro_batch_of(under).which).*which;

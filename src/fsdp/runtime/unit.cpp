@@ -110,7 +110,8 @@ Unit::~Unit() {
   }
 }
 
-/// On a device memory is free after its uses, which may still run when the last reference is gone.
+/// Ends a gather under way before the unit is destroyed: on a device, kernels may still use the
+/// memory.
 void Unit::end_gather() {
   try {
     for (auto& one : pending_) one.wait();
@@ -127,8 +128,8 @@ void Unit::end_gather() {
 void Parameter::leave_unit() {
   unit = nullptr;
   for (const auto& leaf : leaves) {
-    // The module may outlive it; its tensors keep the leaf through their hook, and nothing else
-    // may.
+    // The module may outlive the parameter. Its tensors then keep the leaf, through their hook, and
+    // nothing else keeps it.
     leaf->owner = nullptr;
     leaf->contract = nullptr;
     leaf->sink = nullptr;
@@ -154,7 +155,7 @@ void Unit::set_unshard_in_backward(bool value) {
 
 void Unit::set_divide_factor(double factor) {
   controls.divide_factor = factor;
-  // This includes frozen parameters, which may be trained later (set_trainable).
+  // Includes frozen parameters, which may be trained later (set_trainable).
   for (auto& parameter : parameters_) parameter->contract.reductions.divide_factor = factor;
   for (auto& bucket : buckets_) bucket->set_divide_factor(factor);
 }
@@ -343,7 +344,7 @@ void Unit::begin_gather(std::uint32_t micro_batch) {
     readers_.note(comm::Stream::current(device()));
   }
   for_groups(&BucketGroups::gather, [&](comm::Group* group) { begin_gather(group, micro_batch); });
-  // On a device kernels may read the memory meanwhile, so that the gather has to end first.
+  // On a device, kernels may read the memory during a second gather, so this stream waits for it.
   if (pending_.empty() || (gathered_ && device() != at::kCPU)) wait_gather();
 }
 
@@ -368,7 +369,7 @@ void Unit::begin_gather(comm::Group* group, std::uint32_t micro_batch) {
     return;
   }
   if (const auto& stream = group->stream()) {
-    // Where it is gathered already, the stream is ordered after all that read it.
+    // Where the unit is gathered already, the stream is ordered after all that read the memory.
     gathered_ ? readers_.join(stream, comm::EventSite::kGather) : readers_.note(stream);
   }
   pending_.push_back(submit(runtime_->queue(), *group, std::move(batch), [&] {

@@ -84,8 +84,8 @@ struct Buffer {
   /// dtype; kContract for a finite value that the cast would make infinite.
   void cast();
 
-  /// The last cast. It keeps the values before the cast, whose lost digits would be missing in a
-  /// checkpoint. Buffers are small.
+  /// The last cast, with the values before it: a checkpoint stores those, since the cast loses
+  /// digits. Buffers are small.
   struct Cast {
     at::Tensor exact;  ///< the values before the cast; undefined where the cast lost no digits
     at::Tensor made;   ///< the result; holds the memory, so that its address stays unique
@@ -95,7 +95,7 @@ struct Buffer {
 
 /// A parameter, a buffer or an inner unit that a unit's module registers.
 struct Registered {
-  std::string name;                     ///< in the model; "" for an inner unit that was named
+  std::string name;                     ///< in the model; "" for a named inner unit
   std::shared_ptr<Leaf> leaf = {};      ///< a parameter, of any unit
   at::Tensor buffer = {};               ///< or a buffer
   std::weak_ptr<const Unit> unit = {};  ///< or an inner unit; `name` prefixes its names
@@ -126,7 +126,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool trainable() const;
   /// Calls `act(group)` once for each group that its buckets name, in the order of the buckets. The
   /// collectives of a group's buckets are issued together, on every rank in this order. Buckets
-  /// that no other rank shares have the group null.
+  /// that no other rank shares have a null group.
   template <class Act>
   void for_groups(comm::Group* BucketGroups::* which, const Act& act) const {
     for (std::size_t i = 0; i < buckets_.size(); ++i) {
@@ -155,7 +155,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
     if (gathered_) readers_.enter(comm::Stream::current(device()), comm::EventSite::kGather);
   }
   /// Orders the current stream after the reads of this rank's shards by a gather that is under way,
-  /// so that it may write to them.
+  /// so that the stream may write to these shards.
   void leave_shards() const;
   /// Frees the gathered memory. Errors: kUsage where the parameters were written to (the memory is
   /// freed all the same).
@@ -166,15 +166,15 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void cast_buffers();
   void forget_cast() { buffers_are_cast_ = false; }
   bool buffers_are_cast() const { return buffers_are_cast_; }
-  /// Writes 1 to `mark` ([] of bytes) if the unit is unsharded, or about to be, with values that
+  /// Writes 1 to `mark` (one byte, []) if the unit is unsharded, or about to be, with values that
   /// differ from this rank's shards.
   void mark_stale(const at::Tensor& mark);
   void abandon_gather();  ///< after a failure: frees memory without waiting
   /// Gives every leaf a new AccumulateGrad node, when a forward of the unit begins. [Note: one leaf
   /// a use]
   void renew_accumulators();
-  /// Does that for leaves that other units own, when a forward ends, so that a use of such a leaf
-  /// in the code around it is not a further use of the same node.
+  /// Gives new AccumulateGrad nodes to the leaves that other units own, when a forward ends: a
+  /// later use of such a leaf outside of the unit is not another use of the same node.
   void renew_shared();
   /// Sets the factor by which later sums of gradients are divided. Nothing may be summed yet.
   void set_divide_factor(double factor);
@@ -217,12 +217,13 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   UnitContract contract;  ///< its name, and the casts of a call
   std::vector<Buffer> buffers;
-  /// In the order of the modules; a tensor that is registered in several places is listed in each.
-  /// Empty where the contracts came with the names (ShardOptions::contracts).
+  /// All that the unit's modules register, in their order; a tensor that is registered in several
+  /// places is listed for each. Empty where ShardOptions::contracts gives the names.
   std::vector<Registered> registered;
 
   UnitControls controls;
-  /// The units that are gathered while it computes; empty: those that follow in the agreed order.
+  /// The units that are gathered while this one computes; empty: those that follow in the agreed
+  /// order.
   std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
   const void* module = nullptr;  ///< the module of the handle, for comparisons
   /// The module, where it is Recomputable and has no units inside: plans may choose its mode.

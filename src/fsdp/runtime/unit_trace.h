@@ -27,8 +27,8 @@ class UnitTrace {
     UnitHere::enter(entered.empty() ? std::string_view() : entered.back());
     if (!forwards.empty()) close(forwards, forwards.back().key);
   }
-  /// `key`: the recorded forward whose backward this is. Each of its results calls this; the first
-  /// call counts.
+  /// `key`: the recorded forward whose backward this is. The node of each of its results calls
+  /// this; only the first call counts.
   void backward_begins(const void* key, const std::string& unit) {
     UnitHere::enter(unit);
     if (current_trace() != nullptr && !is_open(backwards_, key)) {
