@@ -4,9 +4,9 @@
 
 namespace tessera::comm {
 
-/// Gathers one slice of every rank, in place. `buffer` is contiguous and holds size() slices; rank
-/// r's slice begins at element r x slice. The caller fills the slice of its own rank. Bytes a rank
-/// sends: (size - 1) slices.
+/// Gathers one slice from every rank, in place. `buffer` is contiguous and holds size() slices;
+/// rank r's slice begins at element r x slice. The caller fills the slice of its own rank. Bytes a
+/// rank sends: (size - 1) slices.
 struct AllGather {
   at::Tensor buffer;
   std::uint32_t bucket = 0;  ///< index within the unit, for traces

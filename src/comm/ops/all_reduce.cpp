@@ -10,8 +10,8 @@
 namespace tessera::comm {
 namespace {
 
-/// The most bytes of all addends together for which one round suffices: each rank sends all of its
-/// addends to every other rank.
+/// The most bytes of all ranks' addends together with which an all-reduce takes one round, in which
+/// each rank sends all of its addends to every other rank.
 constexpr std::int64_t kOneRoundBytes = std::int64_t{256} << 10;
 
 kernels::HostSum into_result(const AllReduce& op, const layout::Range& part) {
@@ -23,7 +23,7 @@ kernels::HostSum into_result(const AllReduce& op, const layout::Range& part) {
 
 layout::Range all_of(const AllReduce& op) { return {0, op.data.numel()}; }
 
-/// Sends in one or two rounds: in_two_rounds().
+/// Sums in one or two rounds, as in_two_rounds() says.
 class DirectSumSteps final : public Steps {
  public:
   DirectSumSteps(const AllReduce& op, int ranks, int self)
@@ -59,7 +59,7 @@ class DirectSumSteps final : public Steps {
   void combine(Transfers& transfers, int round) override {
     if (round > 0) return;
     const kernels::HostSum sum = into_result(op_, mine_);
-    // In place, the sum overwrites this rank's addends.
+    // In place, the sum overwrites this rank's addends, which other ranks may still read.
     transfers.before_overwriting(sum.data, mine_.size() * sum_element_);
     add_addends(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(), sum);
   }
@@ -144,7 +144,7 @@ void AllReduce::run_on_devices(const std::vector<const AllReduce*>& ranks) {
   for (const auto* one : ranks) {
     addends.push_back(one->data.view(-1).to(first.device(), /*non_blocking=*/true));
   }
-  // A tensor of its own: in place, a result is also an addend of the other ranks' sums.
+  // A separate tensor: in place, a result is also an addend of the other ranks' sums.
   const at::Tensor sum = at::empty({first.numel()}, first.options());
   kernels::sum_in_rank_order(addends, sum, /*adds=*/false);
   for (const auto* to : ranks) to->result().view(-1).copy_(sum, /*non_blocking=*/true);

@@ -5,18 +5,18 @@
 
 namespace tessera::comm {
 
-/// How addends that every rank sends to every other rank travel: directly, in one round of size - 1
-/// messages, or relayed by other ranks, in ceil(log2 size) rounds of one message (relay.h). The
-/// bytes are the same.
+/// The way of the addends, which every rank sends to every other rank: directly, in one round of
+/// size - 1 messages, or relayed by other ranks, in ceil(log2 size) rounds of one message
+/// (relay.h). Both ways send the same number of bytes.
 enum class Route : std::uint8_t { kDirect, kRelayed };
 
 /// Sums `data` over ranks, in rank order, with the same bits on every rank. The sum is formed in
-/// place, or in `output`: it has as many elements, its dtype is the one of the sums, and `data` is
+/// place, or in `output`, which has as many elements and the dtype of the sums; then `data` is
 /// unchanged. Addends travel in the dtype of `data` and are widened to the result's dtype before
-/// they are added. Bytes a rank sends, for size H: (H - 1) x data where H is 2 or all addends
-/// together have at most 256 KiB; else (H - 1) / H x (data + result). In the second case sums
-/// travel in the result's dtype: to round them for the wire would be one rounding more than a
-/// reduce-scatter has.
+/// they are added. Bytes a rank sends, in a group of H ranks: (H - 1) x data where H is 2 or the
+/// addends of all ranks together have at most 256 KiB; else (H - 1) / H x (data + result). In the
+/// second case sums travel in the result's dtype, since rounding them for the wire would be one
+/// rounding more than in a reduce-scatter.
 struct AllReduce {
   at::Tensor data;
   at::Tensor output = {};        ///< undefined: in place

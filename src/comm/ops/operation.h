@@ -79,7 +79,7 @@ concept Operation =
       { op.run_alone() };
       /// steps(ranks, rank): the sends and receives of `rank`. The op must outlive them.
       { op.steps(number, number) } -> std::same_as<std::unique_ptr<Steps>>;
-      /// Runs the ops of all ranks together, by tensor operations on the current stream of each
+      /// Runs the ops of all ranks together, with tensor operations on the current stream of each
       /// rank's device. These streams are ordered after everything that made the tensors. Adds in
       /// rank order, so that the bits are those of other backends.
       { Op::run_on_devices(of_all_ranks) };

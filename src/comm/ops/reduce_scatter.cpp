@@ -14,8 +14,8 @@ kernels::HostSum into_output(const ReduceScatter& op) {
           op.into == Into::kAdd};
 }
 
-/// Sends every other rank the slice that it sums. The addends that arrive are received into memory
-/// outside of the op's tensors, and added in one pass.
+/// Sends every other rank the slice that this other rank sums. The addends that arrive are received
+/// into memory outside of the op's tensors, and added in one pass.
 class ReduceScatterSteps final : public Steps {
  public:
   ReduceScatterSteps(const ReduceScatter& op, int ranks)

@@ -6,9 +6,9 @@ namespace tessera::comm {
 
 /// Sums slice r of every rank's input into the output of rank r, in rank order. `input`
 /// [size x slice] has the wire dtype, `output` [slice] the accumulation dtype: every addend is
-/// widened to it before it is added. `into` says whether the sum overwrites the output or is added
-/// to it. `input` is unchanged. The caller accesses neither tensor before wait() has returned.
-/// Bytes a rank sends: size - 1 slices.
+/// widened to that dtype before it is added. `into` says whether the sum overwrites the output or
+/// is added to it. `input` is unchanged. The caller accesses neither tensor before wait() has
+/// returned. Bytes a rank sends: size - 1 slices.
 struct ReduceScatter {
   at::Tensor input;
   at::Tensor output;

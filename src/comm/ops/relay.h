@@ -1,12 +1,12 @@
 // Relay: the pattern by which every rank sends a small message to every other rank in
 // ceil(log2 N) rounds.
 //
-// It is the dissemination pattern, for any number N of ranks: in round k each rank sends to the
+// This is the dissemination pattern, for any number N of ranks. In round k each rank sends to the
 // rank 2^k after it and receives from the rank 2^k before it. A message that is combined on the way
-// (bits that any rank sets) keeps its size. A gather doubles its size each round: it takes as many
-// bytes as if every rank had sent to every other rank, in log2 N messages instead of N - 1. Large
-// collectives are sent directly: their bytes cost more than their messages, and a sum in rank order
-// cannot be formed on the way. Pure. Next: steps.h.
+// (bits that any rank sets) keeps its size. The message of a gather doubles each round: a rank
+// sends as many bytes as if it had sent its part to every other rank, in log2 N messages instead of
+// N - 1. Large collectives are sent directly: their bytes cost more than their messages, and a sum
+// in rank order cannot be formed on the way. Pure: no torch header. Next: steps.h.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace tessera::comm::relay {
 
-/// The ranks to which and from which a rank sends and receives in one round.
+/// The rank that a rank sends to in one round, and the rank that it receives from.
 struct Round {
   int to = 0;
   int from = 0;
@@ -41,15 +41,16 @@ int place_of(int part, int rank, int ranks);
 /// places [0, n); the receiver stores them at its places [2^round, 2^round + n).
 int parts_sent(int round, int ranks);
 
-/// The offsets at which the places of a gather begin on `rank`, and the end of the last one, where
-/// the part of rank r has lengths[r] bytes.
+/// The offsets at which the places of a gather on `rank` begin, and the end of the last place. The
+/// part of rank r has lengths[r] bytes.
 std::vector<std::int64_t> begins(const std::vector<std::int64_t>& lengths, int rank);
 
 /// Combines one round of a sum of integers. `values` is this rank's state before the round, and
 /// `received` that of the sender; `received` becomes this rank's state after the round. A state is
-/// [2, n]. Row 0 holds the sums over the 2^round ranks that end at its rank, row 1 the sums over
-/// the last (ranks mod 2^round) of these, at first 0. These windows count no rank twice: a bit may
-/// be combined twice, an addend may not.
+/// [2, n]. Row 0 holds the sums over 2^round ranks, cyclically, of which the last is the rank of
+/// the state. Row 1 holds the sums over the last (ranks mod 2^round) of these; before the first
+/// round it holds zeros. So no sum counts a rank twice: a bit may be combined twice, an addend may
+/// not.
 void add_round(int round, int ranks, std::int64_t n, const std::int64_t* values,
                std::int64_t* received);
 /// The row of a state [2, n] that holds the sum over all ranks after the last round.

@@ -111,7 +111,7 @@ class CombineSteps final : public RelayedSteps {
     std::copy_n(all + begin, bytes_ - begin, at_byte(op_.values, 0));
   }
 
-  /// Returns the result of the rounds before `round`: in the first round the op's values.
+  /// Returns the result of the rounds before `round`: for round 0 the values of the op.
   const void* combined_before(Transfers& transfers, int round) const {
     if (round == 0) return op_.values.const_data_ptr();
     return transfers.aside(bytes_ * (round - 1));

@@ -1,9 +1,9 @@
 // Steps: the sends and receives between pairs of ranks by which one op of a batch travels.
 //
-// An op travels in rounds. All ops of a batch post the receives of the first round, then its sends.
-// The thread that waits combines what has arrived and posts the next round. Two transports run the
-// same steps: Gloo's (backends/gloo/exchange.h), and the one of ranks that share memory
-// (backends/in_process/together.h). Connections, tags, deadlines and errors belong to the
+// An op travels in rounds. All ops of a batch post the receives of the first round, then the sends
+// of that round. The thread that waits combines what has arrived and posts the next round. Two
+// transports run the same steps: Gloo's (backends/gloo/exchange.h), and the one of ranks that share
+// memory (backends/in_process/together.h). Connections, tags, deadlines and errors belong to the
 // transport. A relayed op (relay.h) posts all of its receives at once, and the send of a round when
 // the parts that it passes on have arrived.
 #pragma once
@@ -34,9 +34,9 @@ inline std::int64_t range_begin(const std::vector<std::int64_t>& counts, int pee
   return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
 }
 
-/// Transports the steps of one op on one rank. In each round at most one message travels from one
-/// rank to another, and none where it has 0 bytes. A message from a rank to itself is a copy: the
-/// rank posts both ends, the receive first. Errors: LostRank.
+/// Transports the steps of one op on one rank. In each round a rank sends at most one message to
+/// each other rank, and none of 0 bytes. A message from a rank to itself is a copy: the rank posts
+/// both ends, the receive first. Errors: LostRank.
 class Transfers {
  public:
   virtual ~Transfers() = default;
@@ -58,8 +58,8 @@ class Transfers {
   virtual void before_overwriting(const void* memory, std::int64_t bytes) = 0;
 };
 
-/// The rounds of one op on one rank. Each posts receives and sends, then combines what has arrived.
-/// Threads: the issuing thread posts the first round; a thread that waits does the rest.
+/// The rounds of one op on one rank. Each round posts receives and sends, then combines what has
+/// arrived. Threads: the issuing thread posts the first round; a thread that waits does the rest.
 class Steps {
  public:
   virtual ~Steps() = default;
@@ -91,8 +91,8 @@ void for_others(const Transfers& transfers, Act act) {
 void add_addends(Transfers& transfers, const void* own, at::ScalarType wire,
                  const kernels::HostSum& result);
 
-/// The steps of an op that is relayed (relay.h): a subclass says which bytes each round sends and
-/// where it receives.
+/// The steps of a relayed op (relay.h). A subclass says which bytes each round sends, and where
+/// each round receives.
 class RelayedSteps : public Steps {
  public:
   int rounds(int ranks) const final;
