@@ -6,6 +6,15 @@
 // owns the slots of its parameters, which gradients reach through the sink (grad/sink.h). With one
 // rank in the shard group the slots *are* the accumulator and nothing is copied.
 //
+//   memory       elements  dtype       the same memory as
+//   shard        [slice]   storage
+//   gather       [numel]   compute     the shard: one rank, and storage is compute
+//   slots        [numel]   accumulate  the accumulator: one rank
+//   wire         [numel]   reduce      the slots: accumulate is reduce
+//   accumulator  [slice]   accumulate
+//   replica sum  [slice]   accumulate  none: no replicas
+//   final        [slice]   final       the accumulator or the replica sum: no division and no cast
+//
 // A collective is prepared by the host first (begin_...: memory, the operation), then its buffer is
 // filled by kernels (fill_...). On a device these kernels run on the stream of the group that sends
 // the buffer, while the rank computes. So memory is taken for that stream, and a reduction waits
