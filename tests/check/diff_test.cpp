@@ -55,7 +55,7 @@ class Sides {
     for (const char* name : {"input_ids", "labels"}) {
       std::string bytes;
       for (std::int64_t i = 0; i < rows * layout_.positions; ++i) {
-        const std::int64_t id = 3 + (i * 37 + i / 5) % 97;
+        const std::int64_t id = 3 + (i * 37 + i / 5) % 61;
         bytes.append(reinterpret_cast<const char*>(&id), sizeof id);
       }
       writer.write(name, std::as_bytes(std::span(bytes)));
