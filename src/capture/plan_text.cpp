@@ -198,8 +198,8 @@ std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
     return count_text(static_cast<std::int64_t>(count), "unit");
   };
   text += concat("  gathered ahead: ", ahead(plan.choices.ahead_in_forward), " in forward, ",
-                 ahead(plan.choices.ahead_in_backward), " in backward",
-                 chosen.ahead_reason.empty() ? "" : concat(" (", chosen.ahead_reason, ")"), "\n");
+                 ahead(plan.choices.ahead_in_backward), " in backward", "\n",
+                 chosen.ahead_reason.empty() ? "" : concat("    ", chosen.ahead_reason, "\n"));
   return text + concat("  reduced: ", word_of(plan.choices.reduce), "\n");
 }
 

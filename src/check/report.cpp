@@ -20,7 +20,7 @@ std::string ms(double value) {
 /// A row of a table: a name, then a column a place.
 void add_row(std::ostringstream& text, const std::string& name,
              const std::vector<std::string>& cells) {
-  constexpr int kName = 26, kCell = 12;
+  constexpr int kName = 28, kCell = 12;
   text << "  " << std::left << std::setw(kName) << name << std::right;
   for (const std::string& cell : cells) text << std::setw(kCell) << cell;
   text << '\n';
@@ -55,7 +55,10 @@ void add_memory(std::ostringstream& text, const Report& report) {
 }
 
 void add_sent(std::ostringstream& text, const Report& report) {
-  text << "\nbytes that a rank sends in a step\n";
+  const bool sends = std::ranges::any_of(report.places, [](const Place& place) {
+    return std::ranges::any_of(place.sent, [](const SentBytes& row) { return row.bytes != 0; });
+  });
+  text << "\nbytes that a rank sends in a step" << (sends ? "\n" : ": none\n");
   for (std::size_t i = 0; i < report.places.front().sent.size(); ++i) {
     const SentBytes& row = report.places.front().sent[i];
     add_sizes(text, report, concat(row.axis, "  ", row.what),

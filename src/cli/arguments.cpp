@@ -89,19 +89,20 @@ struct Parsed {
 ::CLI::Option* add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
   return verb
       .add_option("--nproc", nproc,
-                  "Local ranks to start; default the product of the parallelism degrees. Under a "
-                  "launcher its world size.")
+                  "Local ranks to start; default: the product of the parallelism degrees. Under a "
+                  "launcher it has to be the world size.")
       ->transform(whole_number(kMostRanks));
 }
 
 void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) {
-  ::CLI::App* verb = app.add_subcommand("train", "Train a model as a TOML file says.");
-  verb->add_option("CONFIG.toml", train.config_file, "The TOML file.")->required();
+  ::CLI::App* verb =
+      app.add_subcommand("train", "Train the model that a TOML file describes, or resume its run.");
+  verb->add_option("CONFIG.toml", train.config_file, "The TOML file of the run.")->required();
   verb->add_flag("--print-config", train.print_config,
-                 "Print the whole configuration after all overrides, and leave.");
+                 "Print the configuration after all overrides, and exit.");
   verb->add_flag("--profile", train.profile,
-                 "Print at the end where a step went: products, other kernels, waiting, optimizer, "
-                 "our own code (rank 0, from the fourth step on).");
+                 "Print the time of a step by part at the end: products, other kernels, waiting, "
+                 "optimizer, own code (rank 0, from step 4 on).");
   add_nproc(*verb, train.nproc);
   verb->footer(keys);
 }
@@ -112,19 +113,20 @@ constexpr const char* kModelFolder =
 
 void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
-      "gradients", "Loss and every parameter's gradient for one batch, under any layout.");
+      "gradients", "Compute loss and gradients of one batch under any layout, or compare two.");
   verb->add_option("--model", gradients.model, kModelFolder);
   verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].");
-  ::CLI::Option* out = verb->add_option(
-      "--out", gradients.out, ".safetensors to write; of --precision-what-if its report as JSON.");
-  ::CLI::Option* no_logits =
-      verb->add_flag("--no-logits", gradients.no_logits, "Leave the logits out.");
-  ::CLI::Option* routing = verb->add_flag("--impose-routing", gradients.impose_routing,
-                                          "Route by router/<i>/indices of the batch file.");
+  ::CLI::Option* out =
+      verb->add_option("--out", gradients.out,
+                       ".safetensors to write; with --precision-what-if its report as JSON.");
+  ::CLI::Option* no_logits = verb->add_flag("--no-logits", gradients.no_logits, "Write no logits.");
+  ::CLI::Option* routing =
+      verb->add_flag("--impose-routing", gradients.impose_routing,
+                     "Take the choice of experts from router/<i>/indices of the batch file.");
   ::CLI::Option* what_if =
       verb->add_flag("--precision-what-if", gradients.precision_what_if,
                      "Run the batch with groups of parameters in bfloat16 and in float32; print "
-                     "every gradient's error and the cheapest policy within --bound.")
+                     "the error of each gradient and the cheapest policy within --bound.")
           ->excludes(no_logits);
   ::CLI::Option* nproc = add_nproc(*verb, gradients.nproc);
   verb->add_option("--bound", gradients.bound,
@@ -132,37 +134,39 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
       ->check(not_a_share, "FLOAT above 0, at most 1")
       ->needs(what_if);
   verb->add_option("--diff", gradients.diff,
-                   "Compare two gradients of the batch, by two files of --out or two TOML files: "
-                   "equal, apart by rounding, or wrong, and where that begins.")
+                   "Compare two files of --out, or the gradients of two TOML files: equal, "
+                   "different by rounding, or wrong and where that begins.")
       ->expected(2)
       ->excludes(no_logits)
       ->excludes(what_if)
       ->excludes(out)
       ->excludes(routing)
       ->excludes(nproc);
-  verb->add_flag("--json", gradients.json, "The report of --precision-what-if or --diff as JSON.");
+  verb->add_flag("--json", gradients.json,
+                 "Print the report of --precision-what-if or --diff as JSON.");
   verb->footer(keys);
 }
 
-constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
+constexpr const char* kWorld = "Ranks to plan for; default: as many as train starts.";
 
 void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
-  ::CLI::App* verb =
-      app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
+  ::CLI::App* verb = app.add_subcommand(
+      "inspect",
+      "List the tensors of a folder, or show the contract, memory and traffic of a run.");
   ::CLI::Option* folder =
       verb->add_option("DIR", inspect.folder,
                        "A run's folder (its latest checkpoint), checkpoint/step-N of one, a "
                        "Hugging Face folder, or one safetensors file.");
-  verb->add_flag("--json", inspect.json, "As JSON.");
+  verb->add_flag("--json", inspect.json, "Print JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,
-                       "TOML file: every parameter's contract with the reason of each value, the "
-                       "bucket plan, and what a step takes of a rank's memory.");
+                       "TOML file of a run: show what a rank holds and sends, each parameter's "
+                       "contract with the reason of each value, and the bucket plan.");
   contract->excludes(folder);
-  verb->add_flag("--all", inspect.all, "Layers that are alike on lines of their own.")
+  verb->add_flag("--all", inspect.all, "Show each layer, instead of one line for equal layers.")
       ->needs(contract);
   verb->add_option("--lock", inspect.lock,
-                   "Write what is agreed to this file, for contract.lock: each value of each "
+                   "Write the contract to this file, for contract.lock: each value of each "
                    "parameter, buffer and unit on a line, sorted.")
       ->needs(contract);
   verb->add_option("--world", inspect.world, kWorld)
@@ -175,122 +179,115 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
 }
 
 void add_generate(::CLI::App& app, GenerateArguments& generate) {
-  ::CLI::App* verb = app.add_subcommand(
-      "generate",
-      "Tokens after a prompt: only the new ones are printed, text after --prompt, ids "
-      "after --prompt-tokens.");
+  ::CLI::App* verb = app.add_subcommand("generate", "Generate tokens after a prompt.");
   verb->add_option("--model", generate.model, kModelFolder)->required();
   ::CLI::Option* text = verb->add_option(
-      "--prompt", generate.prompt,
-      "Text, for models trained on bytes; \"\" stands for the beginning of a document.");
+      "--prompt", generate.prompt, "Text, for models trained on bytes; \"\" begins a document.");
   ::CLI::Option* ids =
-      verb->add_option("--prompt-tokens", generate.prompt_tokens, "Token ids: 1,2,3.");
+      verb->add_option("--prompt-tokens", generate.prompt_tokens, "Token ids, as 1,2,3.");
   text->excludes(ids);
   verb->add_option("--max-new-tokens", generate.max_new_tokens,
-                   "Fewer come out where the model ends the document or has no position left.")
+                   "The most tokens to generate; fewer where the model ends the document or has no "
+                   "position left.")
       ->required()
       ->transform(whole_number(kMostNewTokens));
   verb->add_option("--temperature", generate.temperature,
-                   "0 (default): the most likely token, always; above: drawn from softmax(logits / "
+                   "0 (default): take the most likely token; above 0: draw from softmax(logits / "
                    "temperature).")
       ->check(not_a_temperature, "FLOAT from 0 to 1e6");
-  verb->add_option("--top-k", generate.top_k, "Drawn from this many of the most likely tokens.")
+  verb->add_option("--top-k", generate.top_k, "Draw from the N most likely tokens only.")
       ->transform(whole_number(kMostNewTokens));
   verb->add_option("--top-p", generate.top_p,
-                   "Of these only the fewest whose probabilities add up to this; default 1: all.")
+                   "Draw from the fewest of these whose probabilities add up to X; default 1: all.")
       ->check(not_a_share, "FLOAT above 0, at most 1");
-  verb->add_option("--seed", generate.seed, "Of the draws; default 42.")
+  verb->add_option("--seed", generate.seed, "Seed of the draws; default 42.")
       ->check(not_a_seed, "below 2^64");
   verb->footer(
-      "Computes in the dtypes of the folder; --precision.KEY VALUE changes that, --device VALUE "
-      "where.");
+      "Prints the new tokens only: text after --prompt, ids after --prompt-tokens. Computes in the "
+      "dtypes of the folder; --precision.KEY VALUE and --device VALUE change that.");
 }
 
 void add_convert(::CLI::App& app, ConvertArguments& convert) {
-  ::CLI::App* verb = app.add_subcommand(
-      "convert",
-      "A checkpoint (or a folder) as a Hugging Face folder that transformers loads; one of "
-      "adapters as a folder that peft loads.");
+  ::CLI::App* verb = app.add_subcommand("convert",
+                                        "Convert a checkpoint to a Hugging Face folder for "
+                                        "transformers, or adapters to a folder for peft.");
   verb->add_option("CHECKPOINT", convert.source, kModelFolder)->required();
-  verb->add_option("OUT", convert.out, "The folder to make; it must not exist, or be empty.")
+  verb->add_option("OUT", convert.out, "The folder to write; it must not exist, or be empty.")
       ->required();
   verb->add_option("--dtype", convert.dtype,
-                   "auto (default): each tensor as in the folder that training began with, else as "
-                   "stored; or float32, bfloat16 for all.");
+                   "auto (default): the dtype of each tensor in the folder that training began "
+                   "with, else as stored; or float32, bfloat16 for all.");
   verb->add_option("--max-shard-size", convert.max_shard_size,
-                   "Of a file: bytes, or with KB MB GB KiB MiB GiB; default 5GB. Not of adapters, "
-                   "which are one file.");
+                   "The most bytes of a file, or with KB MB GB KiB MiB GiB; default 5GB. Adapters "
+                   "are one file.");
   verb->add_flag("--merged", convert.merged,
-                 "Of a checkpoint of adapters the whole model with them added, instead of the "
-                 "adapters alone in peft's files.");
-  verb->add_flag("--whole", convert.whole,
-                 "Of a text model that was taken from a model of more than text the whole one: its "
-                 "config.json, and what was left out, as a vision tower, as training found it.");
+                 "For a checkpoint of adapters: write the model with the adapters added, instead "
+                 "of peft's files.");
+  verb->add_flag(
+      "--whole", convert.whole,
+      "For a text model that was taken from a larger model: write the larger model, with its "
+      "config.json and with what training left out, as a vision tower, unchanged.");
   verb->add_flag("--verify", convert.verify,
-                 "Then reads both sides again and says each tensor equal, cast or changed (exit "
-                 "code 3); an OUT that is there already is only read.");
-  verb->footer("Of a configuration's keys only --model.allow_unknown_config_keys VALUE.");
+                 "Then compare OUT with the source: each tensor is equal, cast or changed (exit "
+                 "code 3). An OUT that exists is only compared.");
+  verb->footer("Takes one key of the configuration, --model.allow_unknown_config_keys VALUE.");
 }
 
 void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   ::CLI::App* verb = app.add_subcommand(
-      "schedule",
-      "The lists of a pipeline schedule, validated and simulated: no model, nothing is run.");
+      "schedule", "Make, validate and simulate a pipeline schedule, without a model.");
   verb->add_option("KIND|FILE.csv", schedule.schedule,
                    "GPipe, 1F1B, Interleaved1F1B, ZB1P, InterleavedZeroBubble, ZBV, DualPipeV, "
                    "Paired1F1B (PyTorch's names, too), or FILE.csv in PyTorch's form.")
       ->required();
   const auto count = whole_number(std::numeric_limits<int>::max());
-  verb->add_option("--ranks", schedule.ranks, "Of the pipeline; a file's are its rows.")
+  verb->add_option("--ranks", schedule.ranks, "Ranks of the pipeline; a file has one a row.")
       ->transform(count);
   verb->add_option("--micro-batches", schedule.micro_batches,
-                   "Of a step; a file's are those up to its highest number.")
+                   "Micro-batches of a step; a file has those up to its highest number.")
       ->transform(count);
-  verb->add_option("--stages-per-rank", schedule.stages_per_rank,
-                   "Default the kind's: 1, or 2 where it has several.")
+  verb->add_option("--stages-per-rank", schedule.stages_per_rank, "Default: the kind's, 1 or 2.")
       ->transform(count);
   ::CLI::Option* costs = add_costs(*verb, schedule.costs);
   ::CLI::Option* costs_from = verb->add_option(
       "--costs-from", schedule.costs_from,
-      "Trace with rows 'slots' and 'messages', as --trace writes: costs of each stage, "
-      "in ms. Or a configuration (.toml): what its stages compute, in GFLOP, with --machine or "
-      "--flops in ms.");
+      "Costs of each stage from a trace of --trace (rows 'slots' and 'messages'), in ms, or from a "
+      "configuration (.toml), in GFLOP, with --machine or --flops in ms.");
   costs_from->excludes(costs);
   add_described(*verb, schedule.machine)->needs(costs_from);
   add_flops(*verb, schedule.machine, "Operations a second of a rank, as 4e14.")->needs(costs_from);
   add_exchanges(*verb, schedule);
-  verb->add_option("--csv", schedule.csv, "File to write: the lists, in PyTorch's form.");
+  verb->add_option("--csv", schedule.csv, "Write the lists to this file, in PyTorch's form.");
   verb->add_option(
           "--csv-form", schedule.csv_form,
           "compute_only (default), or compute_comms with messages and moves of parameters.")
       ->check(::CLI::IsMember({"compute_only", "compute_comms"}));
-  verb->add_option("--svg", schedule.svg, "File to write: a picture.");
-  verb->add_option("--trace", schedule.trace,
-                   "File to write: for ui.perfetto.dev, one unit of cost a millisecond.");
-  verb->footer("Exit code 3 where a file does not validate; every finding is named.");
+  verb->add_option("--svg", schedule.svg, "Write a picture to this file.");
+  verb->add_option(
+      "--trace", schedule.trace,
+      "Write a trace for ui.perfetto.dev to this file, a unit of cost as a millisecond.");
+  verb->footer("Exit code 3 where a file does not validate; prints every finding.");
 }
 
 void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
-      "plan",
-      "What a step of a run gathers, keeps, reshards and reduces when, and why: no weight is "
-      "read, nothing is run.");
-  verb->add_option("CONFIG.toml", plan.config_file, "The TOML file; [compile] says what is chosen.")
+      "plan", "Show memory, choices and actions of a run's step, without running it.");
+  verb->add_option("CONFIG.toml", plan.config_file,
+                   "The TOML file of the run; [compile] says what may be chosen.")
       ->required();
   verb->add_option("--world", plan.world, kWorld)->transform(whole_number(1 << 20));
-  verb->add_option(
-      "--profile", plan.profile,
-      "What units cost, for times and choices: profile.json of a run. Without one choices go by "
-      "bytes, and there are no times.");
+  verb->add_option("--profile", plan.profile,
+                   "profile.json of a run: measured times of units. Without one choices go by "
+                   "bytes, and there are no times.");
   ::CLI::Option* check = verb->add_option(
       "--check", plan.check,
-      "A plan's file: whether it is this run's (else exit code 2), and holds (else 3).");
+      "Check the file of a plan: exit code 2 where it is another run's, 3 where it does not hold.");
   ::CLI::Option* json =
-      verb->add_flag("--json", plan.json, "The plan as a file for compile.plan and --check.")
+      verb->add_flag("--json", plan.json, "Print the plan as a file for compile.plan and --check.")
           ->excludes(check);
-  verb->add_flag(
-          "--actions", plan.actions,
-          "Also what is done when: each gather, wait, release and reduction with its reason.")
+  verb->add_flag("--actions", plan.actions,
+                 "Also print each gather, wait, release and reduction with its reason, and the "
+                 "dtypes of gradients.")
       ->excludes(check)
       ->excludes(json);
   add_expert_loads(*verb, plan.expert_loads);
@@ -299,31 +296,28 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
 }
 
 void add_check(::CLI::App& app, CheckArguments& check, const std::string& keys) {
-  ::CLI::App* verb =
-      app.add_subcommand("check",
-                         "Whether a run's gradients are right on its layout, in which order ranks "
-                         "issue what, whether a "
-                         "step fits and how long it takes: no weight is read, no rank is started.");
-  verb->add_option("CONFIG.toml", check.config_file, "The TOML file.")->required();
+  ::CLI::App* verb = app.add_subcommand("check",
+                                        "Check a run before it starts: its gradients, the order of "
+                                        "its collectives, memory and time of a step.");
+  verb->add_option("CONFIG.toml", check.config_file, "The TOML file of the run.")->required();
   verb->add_option("--world", check.world, kWorld)->transform(whole_number(1 << 20));
-  verb->add_flag("--json", check.json, "As JSON.");
+  verb->add_flag("--json", check.json, "Print JSON.");
   verb->add_option("--html", check.html,
-                   "File to write: a page with pictures of memory, bytes and time.");
+                   "Write a page with pictures of memory, bytes and time to this file.");
   add_expert_loads(*verb, check.expert_loads);
   add_machine(*verb, check.machine);
-  verb->footer(concat("Exit code 3 where something is found.\n", keys));
+  verb->footer(concat("Exit code 3 where it finds a problem.\n", keys));
 }
 
 void add_measure(::CLI::App& app, MeasureArguments& measure) {
   ::CLI::App* verb = app.add_subcommand(
       "measure",
-      "What this machine computes, copies and sends in a second, as a file for --machine: "
-      "seconds of products, copies and all-gathers.");
-  verb->add_option("--out", measure.out, "File to write; default: printed.");
+      "Measure what this machine computes, copies and sends in a second, for --machine.");
+  verb->add_option("--out", measure.out, "File to write; default: stdout.");
   verb->add_option("--nproc", measure.nproc,
                    "Local ranks to start, as many as share a host in a run; default 2.")
       ->transform(whole_number(kMostRanks));
-  verb->footer("Of a configuration's keys --device VALUE and --comm.KEY VALUE.");
+  verb->footer("Takes the keys --device VALUE and --comm.KEY VALUE of the configuration.");
 }
 
 const std::vector<std::string>& verbs() {
@@ -521,8 +515,7 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
   if (app.got_subcommand("inspect")) {
     TESSERA_CHECK(!parsed.inspect.folder.empty() || !parsed.inspect.contract_file.empty(),
                   ErrorKind::kUsage,
-                  "inspect: found nothing to look at, expected a folder or --contract "
-                  "CONFIG.toml");
+                  "inspect: found nothing to look at, expected a folder or --contract CONFIG.toml");
     check_rates("inspect", parsed.inspect.machine);
     return takes_overrides(std::move(parsed.inspect));
   }

@@ -69,8 +69,8 @@ std::string unit_text(const layout::PlannedUnit& unit, const Alike<layout::Plann
   std::string text = concat("unit ", unit_label(of.shown(unit.plan.name)), "\n");
   for (std::size_t b = 0; b < unit.plan.buckets.size(); ++b) {
     const layout::BucketPlan& bucket = unit.plan.buckets[b];
-    text += concat("  bucket ", b, ": ", to_string(bucket.key), "; ", bucket.numel, " elements, ",
-                   layout::padding_numel(bucket), " padding, ", bucket.ranks, " x ",
+    text += concat("  bucket ", b, ": ", to_string(bucket.key), "\n    ", bucket.numel,
+                   " elements, ", layout::padding_numel(bucket), " padding, ", bucket.ranks, " x ",
                    bucket.slice_numel(), "\n", bytes_line(bucket));
     std::vector<Line> lines;
     for (const layout::Placed& placed : bucket.parameters) {

@@ -93,8 +93,9 @@ class Screen final : public ::CLI::Formatter {
   }
 
   static std::string help_keys_row() {
-    return row(concat(kHelpKeys, " [SECTION]"),
-               "Keys of the configuration with type, unit and default: all, or of one section.");
+    return row(
+        concat(kHelpKeys, " [SECTION]"),
+        "List the configuration keys with type, unit and default: all, or those of one section.");
   }
 };
 

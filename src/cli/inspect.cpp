@@ -132,6 +132,10 @@ void print_table(const Listing& listing) {
   for (const auto& tensor : listing.tensors) {
     widest = std::max(widest, shown_name(tensor.name).size());
   }
+  if (listing.step) std::cout << "step " << *listing.step << ": ";
+  std::cout << listing.tensors.size() << " tensors, " << listing.elements << " elements, "
+            << listing.bytes << " bytes in "
+            << count_text(static_cast<std::int64_t>(listing.num_files), "file") << "\n\n";
   for (const auto& tensor : listing.tensors) {
     std::cout << std::left << std::setw(static_cast<int>(widest) + 2) << shown_name(tensor.name)
               << std::setw(10) << to_string(tensor.dtype) << std::setw(20)
@@ -141,10 +145,6 @@ void print_table(const Listing& listing) {
       std::cout << " in " << count_text(static_cast<std::int64_t>(tensor.pieces.size()), "piece");
     std::cout << '\n';
   }
-  if (listing.step) std::cout << "step " << *listing.step << ": ";
-  std::cout << listing.tensors.size() << " tensors, " << listing.elements << " elements, "
-            << listing.bytes << " bytes in "
-            << count_text(static_cast<std::int64_t>(listing.num_files), "file") << '\n';
 }
 
 void print_listing_json(const Listing& listing) {
@@ -298,12 +298,15 @@ Planned plan_run(const InspectArguments& arguments) {
   return planned;
 }
 
-void print_contract(const Planned& planned, Layers layers) {
+void print_size(const Planned& planned) {
   const ModelContract& contract = planned.contract;
-  std::cout << to_string(layers == Layers::kAll ? contract : folded(contract))
-            << contract.parameters.size() << " parameters, " << contract.buffers.size()
-            << " buffers on " << to_string(planned.mesh) << ", contract hash " << hash(contract)
+  std::cout << contract.parameters.size() << " parameters, " << contract.buffers.size()
+            << " buffers on " << to_string(planned.mesh) << "\ncontract hash " << hash(contract)
             << "\n\n";
+}
+
+void print_contract(const ModelContract& contract, Layers layers) {
+  std::cout << '\n' << to_string(layers == Layers::kAll ? contract : folded(contract)) << '\n';
 }
 
 void print_plan(const layout::ModelPlan& plan, Layers layers) {
@@ -337,26 +340,29 @@ void print_whether_it_fits(const Planned& planned) {
 }
 
 void print_pipeline(const Planned::Pipelined& pipelined, Layers layers) {
-  std::cout << to_string(pipelined.plan) << "\nplan hash " << pipelined.plan_hash() << "\n";
+  std::cout << "plan hash " << pipelined.plan_hash() << "\n";
   for (std::size_t rank = 0; rank < pipelined.ranks.size(); ++rank) {
     std::cout << "\npp " << rank << ": ";
     print_plan(pipelined.ranks[rank].plan, layers);
     std::cout << to_string(pipelined.traffic[rank]);
   }
-  std::cout << "\n" << to_string(pipelined.memory);
 }
 
 void print_text(const Planned& planned, Layers layers) {
-  print_contract(planned, layers);
+  print_size(planned);
   if (planned.pipelined) {
-    print_pipeline(*planned.pipelined, layers);
-    return print_whether_it_fits(planned);
+    std::cout << to_string(planned.pipelined->memory);
+    print_whether_it_fits(planned);
+    std::cout << '\n' << to_string(planned.pipelined->plan);
+    print_contract(planned.contract, layers);
+    return print_pipeline(*planned.pipelined, layers);
   }
-  print_plan(planned.plan, layers);
-  std::cout << "\n" << to_string(planned.memory);
+  std::cout << to_string(planned.memory);
   print_whether_it_fits(planned);
-  std::cout << "\n" << to_string(planned.traffic);
+  std::cout << '\n' << to_string(planned.traffic);
   if (planned.step) std::cout << time_line(planned.rates_from, *planned.step);
+  print_contract(planned.contract, layers);
+  print_plan(planned.plan, layers);
 }
 
 /// The plan of each place on axis pp, with its units.

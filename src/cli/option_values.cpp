@@ -155,10 +155,9 @@ std::string not_a_seed(const std::string& text) {
 
 ::CLI::Option* add_described(::CLI::App& verb, PlannedMachine& machine) {
   const std::string shipped = joined(check::shipped_machines());
-  return verb.add_option(
-      "--machine", machine.machine,
-      concat("What a rank has of its machine: a file as tessera measure writes, or ", shipped,
-             " as published. Other options override its lines."));
+  return verb.add_option("--machine", machine.machine,
+                         concat("Memory and rates of a rank: a file of tessera measure, or ",
+                                shipped, " as published. Other options override it."));
 }
 
 ::CLI::Option* add_flops(::CLI::App& verb, PlannedMachine& machine, const std::string& what) {
@@ -167,46 +166,44 @@ std::string not_a_seed(const std::string& text) {
 
 void add_machine(::CLI::App& verb, PlannedMachine& machine) {
   add_described(verb, machine);
-  verb.add_option(
-          "--device-memory", machine.device_memory,
-          "What the device of each rank has, as 80GiB or 80GB (80G): for shares of it, and to "
-          "say whether a rank fits; default what is here.")
+  verb.add_option("--device-memory", machine.device_memory,
+                  "Memory of each rank's device, as 80GiB or 80GB (80G), to say whether a rank "
+                  "fits; shares count from it; default: this machine's.")
       ->check(not_a_size, "SIZE");
   verb.add_option("--ranks-per-host", machine.ranks_per_host,
-                  "So many ranks share the memory of a host; default all of them.")
+                  "Ranks that share the memory of a host; default: all.")
       ->transform(whole_number(kMostRanks));
   add_flops(verb, machine,
-            "Operations a second of a rank, as 4e14: with --bandwidth, or with --machine, how "
-            "long a step would take.");
+            "Operations a second of a rank, as 4e14; with --bandwidth or --machine shows the time "
+            "of a step.");
   verb.add_option("--bandwidth", machine.bandwidth,
-                  "Bytes that a rank sends in a second, within its host and beyond, as 50GB/s.")
+                  "Bytes a second that a rank sends, within its host and beyond, as 50GB/s.")
       ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
 }
 
 ::CLI::Option* add_costs(::CLI::App& verb, std::vector<double>& costs) {
-  return add_numbers(
-      verb, "--costs", costs, {3, 4, not_a_cost},
-      "F,I,W[,FB]: what a slot of each costs, FB one that runs a B with its F; default "
-      "1,1,1, a B I + W, FB F + I + W or, with --exchanges, what turns take.");
+  return add_numbers(verb, "--costs", costs, {3, 4, not_a_cost},
+                     "F,I,W[,FB]: cost of a slot of each kind, FB of an F paired with a B; default "
+                     "1,1,1, a B I + W, FB F + I + W or, with --exchanges, what its turns take.");
 }
 
 void add_exchanges(::CLI::App& verb, ScheduleArguments& schedule) {
   constexpr int kMostLayers = 4096;
   ::CLI::Option* exchanges =
       add_numbers(verb, "--exchanges", schedule.exchanges, {2, 2, not_a_count},
-                  "F,B: exchanges with other ranks in a layer's forward and backward, as 3,2 for "
-                  "experts: F and B take longer, and a pair takes turns.");
-  verb.add_option("--layers", schedule.layers, "Layers of a stage that have them; default 1.")
+                  "F,B: exchanges with other ranks in the forward and backward of a layer, as 3,2 "
+                  "for experts: F and B take longer, and a pair takes turns.");
+  verb.add_option("--layers", schedule.layers, "Layers of a stage that have exchanges; default 1.")
       ->transform(whole_number(kMostLayers))
       ->needs(exchanges);
   ::CLI::Option* cost = verb.add_option("--exchange-cost", schedule.exchange_cost,
-                                        "What each takes from its issue on.");
+                                        "Time of one exchange, from its issue on.");
   cost->check(not_a_cost, "FLOAT")->needs(exchanges);
   exchanges->needs(cost);
 }
 
 ::CLI::Option* add_expert_loads(::CLI::App& verb, std::optional<std::string>& file) {
-  return verb.add_option("--expert-loads", file, "JSON: shares of the experts.");
+  return verb.add_option("--expert-loads", file, "JSON file with the shares of the experts.");
 }
 
 void check_rates(const std::string& verb, const PlannedMachine& machine) {

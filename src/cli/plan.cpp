@@ -114,8 +114,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
 /// Prints the dtypes of a gradient on its way: layers that are alike on one line.
 void print_dtypes(const ModelContract& contract) {
   std::cout
-      << "\ngradients: raw as its kernel gives it, in the compute dtype unless that is wider; "
-         "nothing below depends on it\n";
+      << "\ndtypes of gradients (raw: of the kernel's result, the compute dtype or a wider one)\n";
   std::size_t widest = 0;
   const auto shown = folded(contract);
   for (const auto& one : shown.parameters) widest = std::max(widest, one.name.size());
@@ -171,14 +170,14 @@ std::string whether_fits(std::int64_t room, const Totals& totals) {
 
 void print_memory(const Totals& totals, const PlannedStep& step,
                   const train::MachineMemory& machine, std::string_view memory_from) {
-  std::cout << "  memory of a rank: at most " << size_text(totals.all()) << ", of which "
-            << size_text(totals.gathered) << " gathered";
+  std::cout << "  memory of a rank: at most " << size_text(totals.all()) << ": gathered "
+            << size_text(totals.gathered);
   if (totals.activations) {
-    std::cout << ", " << size_text(*totals.activations) << " activations";
+    std::cout << ", activations " << size_text(*totals.activations);
   } else {
     std::cout << check::kWithoutActivations;
   }
-  std::cout << ", " << size_text(totals.fixed) << " with any plan\n"
+  std::cout << ", fixed " << size_text(totals.fixed) << '\n'
             << train::kernels_line(train::computes_on(step.config));
   const auto& budget = step.config.compile.memory_budget;
   if (budget) {
@@ -241,8 +240,7 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
                  const Totals& totals) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), in addition to " << totals.fixed
-            << " bytes (" << size_text(totals.fixed) << ") that every plan needs\n";
+            << " bytes (" << size_text(step.peak_bytes) << ")\n";
   std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (totals.activations) {
@@ -251,7 +249,7 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
     });
     std::cout << "activations of a micro-batch: at most " << *totals.activations << " bytes ("
               << size_text(*totals.activations) << "), with " << count_text(again, "unit")
-              << " recomputed; in all at most " << totals.all() << " bytes ("
+              << " recomputed\nin all: at most " << totals.all() << " bytes ("
               << size_text(totals.all()) << ") a rank\n";
   }
   if (problem.replays) print_blocks(file, problem);
@@ -274,17 +272,17 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
             << count_text(of.world, "rank") << ", form " << step.config.compile.form << ", hash "
             << file.plan.hash() << "\n";
   if (step.is_off) {
-    std::cout << "  compile.mode is \"off\" in the configuration, so that its run follows no plan: "
-                 "this is the step with compile.mode = \"plan\"; set that, or give train "
+    std::cout << "  the run follows no plan (compile.mode = \"off\"): this is its step with "
                  "--compile.mode plan\n";
   }
   print_memory(totals, step, shown.machine, shown.memory_from);
   print_costs(file, problem, step, shown.rates_from);
   std::cout << "\nchosen:\n" << choices_text(file.plan, chosen);
   for (const auto& note : chosen.notes) std::cout << "note: " << note << '\n';
-  if (shown.actions) std::cout << '\n' << to_text(file.plan, chosen, of.micro_batches);
-  print_dtypes(step.contract);
   print_curve(file, problem, totals);
+  if (!shown.actions) return;
+  std::cout << '\n' << to_text(file.plan, chosen, of.micro_batches);
+  print_dtypes(step.contract);
 }
 
 /// Findings are printed, all else that is wrong with the file is refused.

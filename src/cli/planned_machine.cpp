@@ -98,7 +98,7 @@ std::string memory_from(const check::Machine& machine, const PlannedMachine& opt
 std::string time_line(std::string_view by, const capture::SimulatedStep& step) {
   return concat("  a step by ", by, ": ", time_text(step.step_ms), ", of which computing ",
                 time_text(step.compute_ms), " (of that ", time_text(step.again_ms),
-                " recomputing), waiting for gathers ", time_text(step.waited_ms),
+                " recomputing),\n    waiting for gathers ", time_text(step.waited_ms),
                 ", for reductions ", time_text(step.reduced_ms), ", the update and all else ",
                 time_text(step.rest_ms), "\n");
 }

@@ -201,8 +201,9 @@ void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& 
               << one.peak_deferred_bytes << std::setw(12) << one.most_open_sends << "  "
               << joined(schedule.stages_of(static_cast<int>(rank))) << '\n';
   }
-  std::cout << "\nlive: micro-batches of all stages of a rank from F to the end of W, at most; "
-               "deferred: W that wait, at most;\nopen sends: not yet arrived, at most\n";
+  std::cout
+      << "\nthe most of each rank: live, micro-batches of all its stages from F to the end of W;"
+         "\ndeferred, W that wait; open sends, not yet arrived\n";
 }
 
 /// The slot that takes longest of those that run a B with their F.
@@ -281,17 +282,16 @@ int run_schedule(const ScheduleArguments& arguments) {
   if (arguments.svg) write_output("--svg", *arguments.svg, to_svg(schedule, simulated));
   if (arguments.trace) write_output("--trace", *arguments.trace, trace_of(schedule, simulated));
   std::cout << printable(asked.name) << ": " << schedule.ranks() << " ranks, " << schedule.stages()
-            << " stages, " << schedule.micro_batches << " micro-batches\n\n"
-            << to_string(schedule);
+            << " stages, " << schedule.micro_batches << " micro-batches\n";
   for (const std::string& remark : validation.remarks) std::cout << "note: " << remark << '\n';
   const bool in_ms = gives_ms(arguments) || !is_config(arguments.costs_from.value_or(".toml"));
   const std::string_view unit = in_ms ? " ms" : arguments.costs_from ? " GFLOP" : "";
   print_times(schedule, simulated, unit);
   if (!arguments.exchanges.empty()) print_exchanges(schedule, simulated, costs, unit);
+  std::cout << '\n' << to_string(schedule);
   const int open_sends = fewest_open_sends(program);
-  std::cout << "valid; no deadlock where a send ends only when its receive is posted and a rank "
-            << (open_sends == 0 ? "waits for each"
-                                : concat("waits for one when ", open_sends + 1, " are open"))
+  std::cout << "valid; no deadlock where sends are synchronous and a rank "
+            << (open_sends == 0 ? "waits for each" : concat("has at most ", open_sends, " open"))
             << '\n';
   return kDone;
 }

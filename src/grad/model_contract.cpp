@@ -10,6 +10,7 @@
 
 #include "base/hash.h"
 #include "base/text/printable.h"
+#include "base/text/wrapped.h"
 #include "grad/enum_words.h"
 #include "tessera/error.h"
 
@@ -191,6 +192,7 @@ class Legend {
 };
 
 using Row = std::vector<std::string>;
+constexpr std::size_t kColumns = 100;
 
 std::string Legend::mark(const std::string& reason) {
   if (reason.empty()) return "";
@@ -262,7 +264,7 @@ bool has_placements(const std::vector<GradContract>& contracts) {
 /// Returns what happens to a gradient before it is added to the slot.
 std::string_view arrival_cell(const GradContract& contract) {
   if (contract.grad) return to_string(*contract.grad);
-  return contract.raw_sum_by_autograd ? "summed raw" : "as it arrives";
+  return contract.raw_sum_by_autograd ? "summed raw" : "raw";
 }
 
 Row row_of(const GradContract& contract, Legend& legend) {
@@ -288,6 +290,20 @@ Row row_of(const GradContract& contract, Legend& legend) {
   return row;
 }
 
+/// Takes the columns after the shape out of a table of several rows that have one value each.
+/// Returns them as text: "storage float32 (2), reduce float32 (6)".
+std::string take_equal_columns(std::vector<Row>& rows) {
+  std::string text;
+  if (rows.size() < 3) return text;
+  for (std::size_t c = rows.front().size(); c-- > 2;) {
+    const auto is_equal = [&](const Row& row) { return row[c] == rows[1][c]; };
+    if (!std::all_of(rows.begin() + 1, rows.end(), is_equal)) continue;
+    text = concat(rows.front()[c], " ", rows[1][c], text.empty() ? "" : ", ", text);
+    for (Row& row : rows) row.erase(row.begin() + static_cast<std::ptrdiff_t>(c));
+  }
+  return text;
+}
+
 std::string parameter_table(const std::vector<GradContract>& contracts, Legend& legend) {
   std::vector<Row> rows{{"parameter", "shape", "trained", "storage", "compute", "grad",
                          "accumulate", "reduce", "final", "master", "state", "decay",
@@ -299,7 +315,8 @@ std::string parameter_table(const std::vector<GradContract>& contracts, Legend& 
       rows[i + 1].push_back(placement_cell(contracts[i].layout));
     }
   }
-  return aligned(rows);
+  const std::string same = take_equal_columns(rows);
+  return aligned(rows) + (same.empty() ? "" : "every parameter:\n" + wrapped(same, 2, kColumns));
 }
 
 std::string buffer_table(const std::vector<BufferContract>& contracts, Legend& legend) {

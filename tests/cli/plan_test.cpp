@@ -533,7 +533,7 @@ TEST(PlannedRun, ReplayedTellsWhatItsBlocksTake) {
   EXPECT_GT(number_after(counted.out, "blocks of replayed regions, of these: at most "), entries);
   EXPECT_GT(entries, 0);
   EXPECT_THAT(not_counted.out, Not(Says("blocks of replayed regions")));
-  const auto all = [](const Outcome& of) { return number_after(of.out, "; in all at most "); };
+  const auto all = [](const Outcome& of) { return number_after(of.out, "\nin all: at most "); };
   EXPECT_GT(all(counted), all(not_counted));
 }
 
@@ -565,7 +565,7 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
   EXPECT_THAT(shown.out,
               AllOf(Says("    recomputed, full: leaves "), Says(" of activations to others"),
                     Says("while model.layers.0 computes: recompute model.layers.0 (full: "),
-                    ContainsRegex(" units? recomputed; in all at most ")));
+                    ContainsRegex(" units? recomputed\nin all: at most ")));
   EXPECT_LE(number_after(shown.out, "place by place: at most ") +
                 number_after(shown.out, "activations of a micro-batch: at most ") + fixed,
             least);

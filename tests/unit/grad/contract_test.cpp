@@ -139,13 +139,13 @@ TEST(Contract, TableIsAlignedAndNumbersItsReasons) {
   EXPECT_EQ(
       text,
       "parameter                   shape  trained        storage       compute       grad    "
-      "           accumulate   reduce       final        master         state        decay       "
+      " accumulate   reduce       final        master         state        decay       "
       " reductions\n"
       "w                           4x3    trainable (1)  bfloat16 (2)  bfloat16 (3)  "
-      "as it arrives (4)  float32 (5)  float32 (6)  float32 (7)  remainder (8)  float32 (7)  "
+      "raw (4)  float32 (5)  float32 (6)  float32 (7)  remainder (8)  float32 (7)  "
       "unknown (9)  sum over dp_shard, / 2\n"
-      "head.weight = embed.weight  4x3    frozen (10)    float32 (2)   float32 (11)  -       "
-      "           -            -            -            -              -            -           "
+      "head.weight = embed.weight  4x3    frozen (10)    float32 (2)   float32 (11)  -        "
+      "-            -            -            -              -            -           "
       " -\n"
       "(1) the model\n"
       "(2) as in the checkpoint\n"
