@@ -479,7 +479,7 @@ TEST(DryActivations, AreThoseOfARunInEachMode) {
 
 /// All of a forward without recomputation.
 std::int64_t all_of(const ForwardActivations& of) {
-  std::int64_t bytes = of.paired + of.after;
+  std::int64_t bytes = of.outside + of.after;
   for (const auto& unit : of.units) bytes += unit.none;
   return bytes;
 }
@@ -544,7 +544,7 @@ TEST(DryActivations, OfMicroBatchesThatAreUnderWayAtOnce) {
   EXPECT_EQ(std::ssize(found.forward.units), sizes.layers);
   std::int64_t units = 0;
   for (const auto& unit : found.forward.units) units += unit.none;
-  EXPECT_GE(found.forward.paired, 2 * units);
+  EXPECT_GE(found.forward.outside, 2 * units);
   const std::int64_t sum = found.others + all_of(found.forward) + run.unsharded;
   EXPECT_GE(sum, run.peak);
   EXPECT_LE(sum, run.peak + run.peak / 100);
