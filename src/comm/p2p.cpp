@@ -130,13 +130,13 @@ std::string waited_in_vain(const P2POp& op, std::chrono::milliseconds time, int 
       works.empty() ? "; it is stalled, or does not post its end of this message" : works);
 }
 
-Transfer::Transfer(const P2PPlace& place, std::shared_ptr<PostedOp> carried)
-    : abort_flag_(place.abort_flag), waits_(place.waits), carried_(std::move(carried)) {}
+Transfer::Transfer(const P2PPlace& place, std::shared_ptr<PostedOp> posted)
+    : abort_flag_(place.abort_flag), waits_(place.waits), posted_(std::move(posted)) {}
 
 Transfer::~Transfer() {
-  if (!carried_ || !carried_->op().stream) return;
+  if (!posted_ || !posted_->op().stream) return;
   try {
-    carried_->let_go(Stream::current(carried_->op().stream.device()));
+    posted_->let_go(Stream::current(posted_->op().stream.device()));
   } catch (...) {
     // An error is propagating already, so no caller has waited for this message.
   }
@@ -146,11 +146,11 @@ void Transfer::wait() {
   RECORD_USER_SCOPE("tessera::wait");
   const auto begin = traced_ ? TraceClock::now() : TraceClock::time_point();
   try {
-    if (carried_) {
-      const Event end = carried_->finish();
-      const P2POp& op = carried_->op();
-      if (op.stream) order_after(op, end, waits_.get(), carried_->error());
-      carried_.reset();
+    if (posted_) {
+      const Event end = posted_->finish();
+      const P2POp& op = posted_->op();
+      if (op.stream) order_after(op, end, waits_.get(), posted_->error());
+      posted_.reset();
     }
   } catch (const LostRank& error) {
     abort_flag_->suspect(error.what());
@@ -161,10 +161,10 @@ void Transfer::wait() {
 
 bool Transfer::done() {
   try {
-    if (carried_) {
-      const auto end = carried_->poll();
+    if (posted_) {
+      const auto end = posted_->poll();
       if (!end || !end->done()) return false;
-      carried_.reset();
+      posted_.reset();
     }
   } catch (const LostRank& error) {
     abort_flag_->suspect(error.what());

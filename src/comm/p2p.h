@@ -133,8 +133,8 @@ class TracedMessage;
 /// tensor's memory until the message has ended or the World recovers.
 class Transfer {
  public:
-  /// `carried` is null where there is nothing to carry.
-  Transfer(const P2PPlace& place, std::shared_ptr<PostedOp> carried);
+  /// `posted` is null where there is nothing to carry.
+  Transfer(const P2PPlace& place, std::shared_ptr<PostedOp> posted);
   ~Transfer();
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
@@ -153,7 +153,7 @@ class Transfer {
 
   const std::shared_ptr<AbortFlag> abort_flag_;
   const std::shared_ptr<HostWaits> waits_;
-  std::shared_ptr<PostedOp> carried_;      // null: the message has ended
+  std::shared_ptr<PostedOp> posted_;       // null: the message has ended
   std::unique_ptr<TracedMessage> traced_;  // null: not traced, or it has ended
 };
 

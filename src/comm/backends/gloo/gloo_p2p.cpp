@@ -235,7 +235,7 @@ class GlooPostedOp;
 
 /// The messages in flight: Gloo's memory stays when a Transfer is destroyed before its message has
 /// ended.
-class PostedOps {
+class MessagesInFlight {
  public:
   std::vector<std::shared_ptr<GlooPostedOp>> under_way;
   P2PPoll poll;
@@ -244,11 +244,11 @@ class PostedOps {
 /// A message that was posted. Threads: the rank's thread; done() may be called on any thread.
 class GlooPostedOp final : public PostedOp, private TransportWait {
  public:
-  GlooPostedOp(std::shared_ptr<Channel> channel, std::shared_ptr<PostedOps> posted,
+  GlooPostedOp(std::shared_ptr<Channel> channel, std::shared_ptr<MessagesInFlight> in_flight,
                std::shared_ptr<P2PLog> log, P2POp op, std::uint64_t fingerprint)
       : PostedOp(std::move(op)),
         TransportWait(std::move(channel), op_.peer),
-        posted_(std::move(posted)),
+        in_flight_(std::move(in_flight)),
         log_(std::move(log)),
         fingerprint_(fingerprint) {}
 
@@ -280,7 +280,7 @@ class GlooPostedOp final : public PostedOp, private TransportWait {
   void wait_for_gloo();
   void end();
 
-  const std::shared_ptr<PostedOps> posted_;
+  const std::shared_ptr<MessagesInFlight> in_flight_;
   const std::shared_ptr<P2PLog> log_;
   const std::uint64_t fingerprint_;
   std::uint64_t order_ = 0;  // its number in the rank's OrderLog
@@ -318,7 +318,7 @@ void GlooPostedOp::end() {
   options().board->order().done(order_);
   polled_->work.reset();
   op_.tensor = at::Tensor();
-  std::erase_if(posted_->under_way, [&](const auto& one) { return one.get() == this; });
+  std::erase_if(in_flight_->under_way, [&](const auto& one) { return one.get() == this; });
 }
 
 void GlooPostedOp::lose() {
@@ -340,13 +340,13 @@ std::optional<Event> GlooPostedOp::poll() {
       break;
   }
   asked_ = true;
-  posted_->poll.ask(polled_);
+  in_flight_->poll.ask(polled_);
   return std::nullopt;
 }
 
 Event GlooPostedOp::finish() {
   require_kept();
-  if (asked_) posted_->poll.take_back(polled_);
+  if (asked_) in_flight_->poll.take_back(polled_);
   asked_ = false;
   try {
     if (polled_->found != Polled::Found::kThrough) wait_for_gloo();
@@ -369,7 +369,7 @@ GlooP2P::GlooP2P(std::shared_ptr<Channel> channel, std::function<void()> open)
     : P2P({channel->options.members, channel->options.self, at::kCPU, channel->options.abort_flag}),
       channel_(std::move(channel)),
       open_(std::move(open)),
-      posted_(std::make_shared<PostedOps>()) {}
+      in_flight_(std::make_shared<MessagesInFlight>()) {}
 
 GlooP2P::~GlooP2P() {
   reset();
@@ -377,9 +377,9 @@ GlooP2P::~GlooP2P() {
 }
 
 void GlooP2P::reset() {
-  posted_->poll.stop();
+  in_flight_->poll.stop();
   // Gloo releases a buffer when its work object is destroyed.
-  for (const auto& op : std::exchange(posted_->under_way, {})) op->lose();
+  for (const auto& op : std::exchange(in_flight_->under_way, {})) op->lose();
   for (const auto& [peer, log] : logs_) log->clear();
 }
 
@@ -403,9 +403,10 @@ std::unique_ptr<Transfer> GlooP2P::post(P2POp op) {
   const std::uint64_t key = message_key(op.tag, op.sends() ? rank() : op.peer);
   const std::uint64_t fingerprint = fingerprint_of(key, op.tensor);
   log->post(op, key, fingerprint);
-  auto posted = std::make_shared<GlooPostedOp>(channel_, posted_, log, std::move(op), fingerprint);
+  auto posted =
+      std::make_shared<GlooPostedOp>(channel_, in_flight_, log, std::move(op), fingerprint);
   posted->start();
-  posted_->under_way.push_back(posted);
+  in_flight_->under_way.push_back(posted);
   return std::make_unique<Transfer>(place(), std::move(posted));
 }
 

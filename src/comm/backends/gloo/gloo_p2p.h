@@ -20,7 +20,7 @@
 namespace tessera::comm {
 
 class P2PLog;
-class PostedOps;
+class MessagesInFlight;
 
 class GlooP2P final : public P2P {
  public:
@@ -41,7 +41,7 @@ class GlooP2P final : public P2P {
   const std::shared_ptr<Channel> channel_;
   const std::function<void()> open_;
   std::map<int, std::shared_ptr<P2PLog>> logs_;  ///< by index of the peer
-  const std::shared_ptr<PostedOps> posted_;
+  const std::shared_ptr<MessagesInFlight> in_flight_;
 };
 
 }  // namespace tessera::comm

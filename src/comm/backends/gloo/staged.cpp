@@ -99,15 +99,15 @@ class StagedP2P final : public P2P {
  private:
   std::unique_ptr<Transfer> post(P2POp op) override {
     op.posted.block(op.stream, EventSite::kP2PPost);
-    P2POp carried{op.end, op.tag, op.peer, op.peer_rank, {}};
+    P2POp on_host{op.end, op.tag, op.peer, op.peer_rank, {}};
     {
       const StreamScope there(op.stream);
       const c10::AutoGradMode no_grad(false);
-      carried.tensor = staged(op.tensor, op.sends() ? Values::kKept : Values::kOverwritten);
+      on_host.tensor = staged(op.tensor, op.sends() ? Values::kKept : Values::kOverwritten);
     }
     if (op.sends()) wait_for_copies(op.stream, to_string(op));
-    at::Tensor twin = carried.tensor;
-    auto twins = host_.post(std::move(carried));
+    at::Tensor twin = on_host.tensor;
+    auto twins = host_.post(std::move(on_host));
     return std::make_unique<Transfer>(
         place(), std::make_shared<StagedOp>(std::move(op), std::move(twins), std::move(twin)));
   }
