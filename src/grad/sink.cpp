@@ -184,13 +184,13 @@ bool GradSink::write(SlotId id, const Product& product, Source source) {
     if (read.defined() && read.is_alias_of(shared->tensor())) return false;
   }
   product.write(product.reads, shared->tensor());
-  shared->recycle();
+  shared->mark_arrived();
   return true;
 }
 
-void GradSink::end_loan(SlotId id, const at::Tensor& written, bool arrived) {
+void GradSink::end_share(SlotId id, const at::Tensor& written, bool arrived) {
   const auto& entry = slots_.at(id);
-  entry.owner->end_loan(entry.parameter, arrived);
+  entry.owner->end_share(entry.parameter, arrived);
   if (!arrived) return;
   if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, written);
 }
@@ -198,15 +198,15 @@ void GradSink::end_loan(SlotId id, const at::Tensor& written, bool arrived) {
 SharedSlot::~SharedSlot() {
   if (sink_ == nullptr) return;
   try {
-    sink_->end_loan(id_, tensor_, /*arrived=*/false);
+    sink_->end_share(id_, tensor_, /*arrived=*/false);
   } catch (const std::exception&) {
     // Destructors must not throw. The share of a removed slot has ended with it.
   }
 }
 
-void SharedSlot::recycle() {
-  TESSERA_INVARIANT(sink_ != nullptr, "a shared slot was recycled twice");
-  std::exchange(sink_, nullptr)->end_loan(id_, tensor_, /*arrived=*/true);
+void SharedSlot::mark_arrived() {
+  TESSERA_INVARIANT(sink_ != nullptr, "a shared slot was marked as arrived twice");
+  std::exchange(sink_, nullptr)->end_share(id_, tensor_, /*arrived=*/true);
 }
 
 std::string Ticket::Promise::text() const {
@@ -296,7 +296,7 @@ void WeightGradStore::put(SlotId slot, Product product, const comm::Stream& made
 void WeightGradStore::form(std::size_t place) {
   const auto at = pending_.begin() + static_cast<std::ptrdiff_t>(place);
   // Its inputs are freed before the next product is formed.
-  const PendingBackward pending = std::move(*at);
+  const PendingGrad pending = std::move(*at);
   pending_.erase(at);
   if (const auto* hook = test_hooks::hands_in.get()) {
     return (*hook)(sink_.contract(pending.ticket.slot()).name,
@@ -305,7 +305,7 @@ void WeightGradStore::form(std::size_t place) {
   hand_in(pending);
 }
 
-void WeightGradStore::hand_in(const PendingBackward& pending) {
+void WeightGradStore::hand_in(const PendingGrad& pending) {
   const auto here =
       pending.made_on ? comm::Stream::current(pending.made_on.device()) : comm::Stream();
   comm::order(pending.made_on, here, comm::EventSite::kDeferred);

@@ -47,12 +47,12 @@ class SlotOwner {
   /// ([Note: gradient lifetime]), kInternal while its buffer is in flight.
   virtual View open_slot(std::size_t parameter) = 0;
   /// Shares the slot with a kernel that writes all of it: [numel]. Undefined, without effect, where
-  /// the slot is not empty or would have to be waited for. The gradient arrives with end_loan().
+  /// the slot is not empty or would have to be waited for. The gradient arrives with end_share().
   /// Errors: as open_slot().
   virtual at::Tensor share_slot(std::size_t parameter) = 0;
   /// Ends what share_slot() began; must be called once. Without `arrived` the slot counts as empty,
   /// with any contents.
-  virtual void end_loan(std::size_t parameter, bool arrived) = 0;
+  virtual void end_share(std::size_t parameter, bool arrived) = 0;
   /// A ticket of this owner was opened (+1) or closed (-1).
   virtual void tickets_changed(int delta) = 0;
 };
@@ -89,9 +89,9 @@ struct Product {
 /// Otherwise a product of a layer's size would be formed in new memory and copied to its slot.
 /// Written into the slot it has the same bits: the slot is as contiguous and as aligned as new
 /// memory. Later arrivals are formed in new memory and added, since a product that adds to present
-/// values rounds differently. recycle() must be called once, on the stream on which the kernel was
-/// launched and which was current when the slot was shared. Without it (the kernel threw) the slot
-/// counts as not shared. It must not outlive sink and unit. Threads: as the sink.
+/// values rounds differently. mark_arrived() must be called once, on the stream on which the kernel
+/// was launched and which was current when the slot was shared. Without it (the kernel threw) the
+/// slot counts as not shared. It must not outlive sink and unit. Threads: as the sink.
 class SharedSlot {
  public:
   SharedSlot(SharedSlot&& other) noexcept
@@ -106,14 +106,14 @@ class SharedSlot {
   /// The slot, in the shape of this rank's layer, contiguous, in the dtype `accumulate`.
   const at::Tensor& tensor() const { return tensor_; }
   /// Notes that the gradient was written and has arrived. Errors: kInternal for a second call.
-  void recycle();
+  void mark_arrived();
 
  private:
   friend class GradSink;
   SharedSlot(GradSink* sink, SlotId id, at::Tensor tensor)
       : sink_(sink), id_(id), tensor_(std::move(tensor)) {}
 
-  GradSink* sink_;  // null after recycle(), or when moved from
+  GradSink* sink_;  // null after mark_arrived(), or when moved from
   SlotId id_;
   at::Tensor tensor_;
 };
@@ -219,7 +219,7 @@ class GradSink {
   };
   static Entry entry_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
   friend class SharedSlot;
-  void end_loan(SlotId slot, const at::Tensor& written, bool arrived);
+  void end_share(SlotId slot, const at::Tensor& written, bool arrived);
   static const std::vector<std::int64_t>& shape_of(const Entry& entry);
   static void check_dtype(const Entry& entry, at::ScalarType dtype, Source source);
   static void check_shape(const Entry& entry, at::IntArrayRef found, at::IntArrayRef expected,
@@ -269,17 +269,17 @@ class WeightGradStore {
   std::size_t size() const { return pending_.size(); }
 
  private:
-  struct PendingBackward {
+  struct PendingGrad {
     WeightGradGroup group;
     Ticket ticket;
     Product product;
     comm::Stream made_on;
   };
   void form(std::size_t place);  ///< index in pending_
-  void hand_in(const PendingBackward& pending);
+  void hand_in(const PendingGrad& pending);
 
   GradSink& sink_;
-  std::deque<PendingBackward> pending_;
+  std::deque<PendingGrad> pending_;
   WeightGradGroup group_;
   std::int64_t counted_ = 0;
 };

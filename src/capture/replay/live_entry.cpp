@@ -336,7 +336,7 @@ bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {
   stack_.back() = shared->tensor();
   run_boxed(call, stack_);
   stack_.clear();
-  shared->recycle();
+  shared->mark_arrived();
   accepted_[call.gradient_step] = true;
   return true;
 }

@@ -208,8 +208,9 @@ at::Tensor Bucket::share_slot(std::size_t index) {
   return slot(index);
 }
 
-void Bucket::end_loan(std::size_t index, bool arrived) {
-  TESSERA_INVARIANT(std::erase(shared_slots_, index) == 1, "a slot came back that is not shared");
+void Bucket::end_share(std::size_t index, bool arrived) {
+  TESSERA_INVARIANT(std::erase(shared_slots_, index) == 1,
+                    "the share of a slot that is not shared has ended");
   if (arrived) note_arrival(index);
 }
 

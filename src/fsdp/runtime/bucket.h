@@ -96,9 +96,9 @@ class Bucket : public grad::SlotOwner {
 
   // --- gradients: the slots of plan().parameters, by index (grad/sink.h) ---
   View open_slot(std::size_t index) override;
-  /// Shares the slot with one caller at a time, until end_loan().
+  /// Shares the slot with one caller at a time, until end_share().
   at::Tensor share_slot(std::size_t index) override;
-  void end_loan(std::size_t index, bool arrived) override;
+  void end_share(std::size_t index, bool arrived) override;
   void tickets_changed(int delta) override;
   /// Whether a reduction is under way.
   bool is_reducing() const { return wire_.defined(); }

@@ -26,7 +26,7 @@ class Owner : public SlotOwner {
     shared.push_back(parameter);
     return slot;
   }
-  void end_loan(std::size_t parameter, bool arrived) override {
+  void end_share(std::size_t parameter, bool arrived) override {
     EXPECT_TRUE(std::exchange(is_shared, false));
     EXPECT_EQ(parameter, shared.back());
     if (arrived) empty = false;
@@ -216,8 +216,8 @@ TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
   EXPECT_EQ(shared->tensor().sizes(), at::IntArrayRef({2, 2}));
   EXPECT_TRUE(shared->tensor().is_contiguous());
   shared->tensor().fill_(256);
-  EXPECT_TRUE(owner.empty) << "nothing has arrived before recycle()";
-  shared->recycle();
+  EXPECT_TRUE(owner.empty) << "nothing has arrived before mark_arrived()";
+  shared->mark_arrived();
   EXPECT_FALSE(sink.share(id, raw_of(at::kFloat), Source::kEager)) << "the second is an addition";
   sink.accept(id, full(1, at::kBFloat16), Source::kEager);
   sink.accept(id, full(-256, at::kHalf), Source::kEager);
@@ -278,14 +278,14 @@ TEST_F(Sink, AKernelThatThrowsLeavesItsSlotAsNotArrived) {
   EXPECT_EQ(counted.formed, 0);
 }
 
-TEST_F(Sink, ASharedSlotIsRecycledOnce) {
+TEST_F(Sink, ASharedSlotIsMarkedAsArrivedOnce) {
   auto shared = sink.share(slot(), raw_of(at::kFloat), Source::kEager);
   ASSERT_TRUE(shared);
   SharedSlot moved = std::move(*shared);
   shared.reset();
   EXPECT_TRUE(owner.is_shared) << "the object that it was moved to has it";
-  moved.recycle();
-  EXPECT_REFUSED(kInternal, moved.recycle());
+  moved.mark_arrived();
+  EXPECT_REFUSED(kInternal, moved.mark_arrived());
   EXPECT_THAT(owner.arrivals, ElementsAre(true));
 }
 

@@ -239,7 +239,7 @@ class OneSlot : public grad::SlotOwner {
     return {slot, /*first=*/false};
   }
   at::Tensor share_slot(std::size_t) override { return {}; }
-  void end_loan(std::size_t, bool) override {}
+  void end_share(std::size_t, bool) override {}
   void tickets_changed(int) override {}
 
   at::Tensor slot;
