@@ -19,7 +19,7 @@ KeptResults*& open_results(CheckpointRun run) {
              : base::PassLocal<base::PassValue::kKeptAgain, KeptResults*>::here();
 }
 
-at::Tensor next_recorded_of(KeptResults& results, at::IntArrayRef sizes) {
+at::Tensor next_kept_of(KeptResults& results, at::IntArrayRef sizes) {
   TESSERA_CHECK(results.next_kept < results.kept.size(), ErrorKind::kUsage,
                 "recomputation: found more calls of keep() than the ", results.kept.size(),
                 " of the first forward, expected the same", kMakeDeterministic);
@@ -34,17 +34,17 @@ at::Tensor next_recorded_of(KeptResults& results, at::IntArrayRef sizes) {
 
 bool is_recomputing() { return open_results(CheckpointRun::kAgain) != nullptr; }
 
-KeptResults* recorded_results(CheckpointRun run) {
+KeptResults* kept_results(CheckpointRun run) {
   auto* results = open_results(run);
   return results != nullptr && results->mode == RecomputeMode::kSelective ? results : nullptr;
 }
 
-at::Tensor next_recorded(at::IntArrayRef sizes) {
-  return next_recorded_of(*recorded_results(CheckpointRun::kAgain), sizes);
+at::Tensor next_kept(at::IntArrayRef sizes) {
+  return next_kept_of(*kept_results(CheckpointRun::kAgain), sizes);
 }
 
 void add_kept(const at::Tensor& value) {
-  recorded_results(CheckpointRun::kFirst)->kept.push_back({value, value._version()});
+  kept_results(CheckpointRun::kFirst)->kept.push_back({value, value._version()});
 }
 
 KeepScope::KeepScope(KeptResults& results, CheckpointRun run)
@@ -59,9 +59,9 @@ at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute) 
   TESSERA_CHECK(!c10::GradMode::is_enabled(), ErrorKind::kUsage,
                 "keep: found grad mode, expected none, since no gradient goes through it; call it "
                 "in the forward of a torch::autograd::Function");
-  auto* again = grad::recorded_results(grad::CheckpointRun::kAgain);
-  const auto* first = grad::recorded_results(grad::CheckpointRun::kFirst);
-  const at::Tensor value = again != nullptr ? grad::next_recorded_of(*again, sizes) : compute();
+  auto* again = grad::kept_results(grad::CheckpointRun::kAgain);
+  const auto* first = grad::kept_results(grad::CheckpointRun::kFirst);
+  const at::Tensor value = again != nullptr ? grad::next_kept_of(*again, sizes) : compute();
   auto* recording = grad::recording();
   if (recording != nullptr && again != nullptr) {
     recording->keep(value, grad::CheckpointRun::kAgain);

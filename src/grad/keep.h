@@ -50,10 +50,10 @@ bool is_recomputing();
 
 /// Returns the results of the innermost scope of such a run on this thread, where its mode is
 /// selective; else null.
-KeptResults* recorded_results(CheckpointRun run);
+KeptResults* kept_results(CheckpointRun run);
 /// Take or add the next kept result as keep() does, for a value that was computed elsewhere.
 /// Errors: those of keep().
-at::Tensor next_recorded(at::IntArrayRef sizes);
+at::Tensor next_kept(at::IntArrayRef sizes);
 void add_kept(const at::Tensor& value);
 
 }  // namespace tessera::grad

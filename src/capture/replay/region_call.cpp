@@ -261,7 +261,7 @@ variable_list taken_from_checkpoint(const Program& program, std::size_t inputs) 
   variable_list taken;
   for (std::size_t i = inputs; i < program.inputs.size(); ++i) {
     taken.push_back(
-        grad::next_recorded(program.values[static_cast<std::size_t>(program.inputs[i])].sizes));
+        grad::next_kept(program.values[static_cast<std::size_t>(program.inputs[i])].sizes));
   }
   return taken;
 }

@@ -195,8 +195,8 @@ Guards Region::guards_of(const std::vector<at::Tensor>& inputs) const {
   for (const auto& each : parameters_) guards.needs_gradient.push_back(each.requires_grad());
   for (const auto& each : modules_) guards.training.push_back(each->is_training());
   guards.grad_mode = c10::GradMode::is_enabled();
-  guards.keeps = grad::recorded_results(grad::CheckpointRun::kFirst) != nullptr;
-  guards.takes = grad::recorded_results(grad::CheckpointRun::kAgain) != nullptr;
+  guards.keeps = grad::kept_results(grad::CheckpointRun::kFirst) != nullptr;
+  guards.takes = grad::kept_results(grad::CheckpointRun::kAgain) != nullptr;
   guards.default_dtype = c10::get_default_dtype_as_scalartype();
   guards.threads = at::get_num_threads();
   guards.deterministic = at::globalContext().deterministicAlgorithms();
@@ -230,8 +230,8 @@ bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs
       !is_set_as(guards)) {
     return false;
   }
-  if (guards.keeps != (grad::recorded_results(grad::CheckpointRun::kFirst) != nullptr) ||
-      guards.takes != (grad::recorded_results(grad::CheckpointRun::kAgain) != nullptr)) {
+  if (guards.keeps != (grad::kept_results(grad::CheckpointRun::kFirst) != nullptr) ||
+      guards.takes != (grad::kept_results(grad::CheckpointRun::kAgain) != nullptr)) {
     return false;
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {

@@ -32,18 +32,18 @@ TEST(TurnsOfCheckpoints, EachPassIsInsideItsOwn) {
     const FirstForwardScope scope(mine);
     Turns::pass();
     EXPECT_EQ(first_forward(), &mine);
-    EXPECT_EQ(grad::recorded_results(grad::CheckpointRun::kFirst), &mine);
+    EXPECT_EQ(grad::kept_results(grad::CheckpointRun::kFirst), &mine);
     EXPECT_EQ(recomputing(), nullptr);
-    EXPECT_EQ(grad::recorded_results(grad::CheckpointRun::kAgain), nullptr);
+    EXPECT_EQ(grad::kept_results(grad::CheckpointRun::kAgain), nullptr);
     Turns::pass();
   };
   const auto again = [&] {
     EXPECT_EQ(first_forward(), nullptr);
-    EXPECT_EQ(grad::recorded_results(grad::CheckpointRun::kFirst), nullptr);
+    EXPECT_EQ(grad::kept_results(grad::CheckpointRun::kFirst), nullptr);
     const RecomputeScope scope(other);
     Turns::pass();
     EXPECT_EQ(recomputing(), &other);
-    EXPECT_EQ(grad::recorded_results(grad::CheckpointRun::kAgain), &other);
+    EXPECT_EQ(grad::kept_results(grad::CheckpointRun::kAgain), &other);
     EXPECT_EQ(first_forward(), nullptr);
   };
   turns.run(forward, again);
