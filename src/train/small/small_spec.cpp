@@ -42,8 +42,8 @@ bool has_one_head(const ModelSpec& spec) {
 auto kind_of(const ModelSpec& spec, std::int64_t layer) {
   const auto at = static_cast<std::size_t>(layer);
   const Gemma4Layer of_gemma = spec.gemma4 ? spec.gemma4->layers.at(at) : Gemma4Layer();
-  return std::tuple(spec.type_of(layer), spec.is_moe(layer), of_gemma.type, of_gemma.key_is_value,
-                    of_gemma.head_dim, of_gemma.num_key_value_heads);
+  return std::tuple(spec.type_of(layer), spec.is_moe(layer), spec.has_rope(layer), of_gemma.type,
+                    of_gemma.key_is_value, of_gemma.head_dim, of_gemma.num_key_value_heads);
 }
 
 /// Numbers of layers of the whole model: the first of each kind, and as many more as are asked for,
@@ -163,6 +163,11 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
   small.layer_types.clear();
   if (!spec.layer_types.empty()) {
     for (const std::int64_t layer : chosen) small.layer_types.push_back(spec.type_of(layer));
+  }
+  small.layers_without_rope.clear();
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
+    if (!spec.has_rope(chosen[i]))
+      small.layers_without_rope.push_back(static_cast<std::int64_t>(i));
   }
   const std::int64_t group =
       spec.num_attention_heads / std::max<std::int64_t>(1, spec.num_key_value_heads);
