@@ -66,7 +66,7 @@ TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
   }
 }
 
-// What the ranks said about the disagreement, which led to no report, is not what they say later.
+// A disagreement led to no report: what ranks said about it must not appear in a later one.
 TEST(Disagreements, ThatAreCaughtLeaveALaterHangItsReport) {
   for (const auto& outcome :
        run_all({{.nproc = 2, .mode = "caught-stall", .rank = 0, .step = 3, .timeout_ms = 1500},
