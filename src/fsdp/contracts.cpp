@@ -13,15 +13,15 @@
 namespace tessera::fsdp {
 namespace {
 
-/// Makes every unit whose module uses a parameter of `owner` depend on `ancestor`, to which the
-/// parameter has moved, and keep it alive: its handle may live longer than the ancestor's.
-void depend_on(Unit& ancestor, Unit& owner) {
-  if (&owner == &ancestor) return;
-  if (!owner.shares_of(ancestor)) owner.owners.push_back(ancestor.shared_from_this());
+/// Makes `unit`, whose module uses a parameter that has moved to `ancestor`, depend on `ancestor`
+/// and keep it alive: the unit's handle may live longer than the ancestor's.
+void depend_on(Unit& ancestor, Unit& unit) {
+  if (&unit == &ancestor) return;
+  if (!unit.has_owner(ancestor)) unit.owners.push_back(ancestor.shared_from_this());
 }
 
-/// Adds `ancestor` to units that share a parameter which has moved there from another unit.
-void share_parameters(Unit& ancestor, const std::vector<Unit*>& below) {
+/// Does that for the units below which use a parameter that has moved there from another unit.
+void make_users_depend_on(Unit& ancestor, const std::vector<Unit*>& below) {
   for (auto* unit : below) {
     for (const auto& leaf : unit->owned_elsewhere) {
       if (leaf->owner != nullptr && leaf->owner->unit == &ancestor) depend_on(ancestor, *unit);
@@ -74,13 +74,13 @@ void check_fits(const GradContract& contract, const FoundParameter& found, const
                 "declare");
   TESSERA_CHECK(contract.local_shape() == found.meta.shape, ErrorKind::kContract, what,
                 ": found another shape than its contract's");
-  const auto pending = reductions_of(contract.layout, DataAxes(mesh.shapes()), what);
+  const auto expected = reductions_of(contract.layout, DataAxes(mesh.shapes()), what);
   const auto& planned = contract.reductions;
   TESSERA_CHECK(
-      planned.shard_axes == pending.shard_axes && planned.replica_axes == pending.replica_axes,
+      planned.shard_axes == expected.shard_axes && planned.replica_axes == expected.replica_axes,
       ErrorKind::kContract, what, ": found the contract's gradient with ", to_string(planned),
       ", expected ",
-      to_string(ReductionPlan{pending.shard_axes, pending.replica_axes, planned.divide_factor}),
+      to_string(ReductionPlan{expected.shard_axes, expected.replica_axes, planned.divide_factor}),
       " on the mesh ", to_string(mesh.shapes()), "; resolve the contract for this mesh");
   const bool is_wide = size_of(contract.accumulate) >= size_of(contract.reduce);
   TESSERA_CHECK(!contract.trainable || is_wide, ErrorKind::kContract, what,
@@ -252,7 +252,7 @@ void move_shared(Unit& ancestor, const std::vector<Unit*>& below) {
       index = 0;
     }
   }
-  share_parameters(ancestor, below);
+  make_users_depend_on(ancestor, below);
   std::erase_if(ancestor.owned_elsewhere, [&](const auto& leaf) {
     return leaf->owner != nullptr && leaf->owner->unit == &ancestor;
   });
@@ -278,7 +278,7 @@ void move_small(Unit& ancestor, const std::vector<Unit*>& below, std::int64_t by
     }
   }
   if (!moved.empty()) ancestor.add(std::move(moved));
-  share_parameters(ancestor, below);
+  make_users_depend_on(ancestor, below);
 }
 
 }  // namespace tessera::fsdp

@@ -552,11 +552,11 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     // Deferred gradients: every reduction waits until no rank has an open ticket.
     for (const auto& part : record.parts) {
       for (const auto id : part.units) {
-        const auto add_pending = [](Unit& unit) {
+        const auto mark_pending = [](Unit& unit) {
           unit.progress_.pending = unit.progress_.pending || unit.trainable();
         };
-        add_pending(*units_.at(id));
-        for (const auto& owner : units_[id]->owners) add_pending(*owner);
+        mark_pending(*units_.at(id));
+        for (const auto& owner : units_[id]->owners) mark_pending(*owner);
       }
     }
   }

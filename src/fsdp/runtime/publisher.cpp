@@ -21,7 +21,7 @@ void record_published(Parameter& p) {
 }
 
 /// Whether more gradients wait, which the next publication adds to the present one.
-bool has_waiting(const Unit& unit, const Parameter& p) {
+bool has_unpublished(const Unit& unit, const Parameter& p) {
   return unit.progress().unpublished || unit.buckets()[p.bucket]->has_arrivals(p.place);
 }
 
@@ -35,7 +35,7 @@ bool is_changed(const Unit& unit, const Parameter& p) {
   const auto& bucket = *unit.buckets()[p.bucket];
   const bool in_sum = bucket.final_is_accumulator() && bucket.accumulator().defined() &&
                       grad.is_alias_of(bucket.accumulator());
-  return !in_sum || has_waiting(unit, p);
+  return !in_sum || has_unpublished(unit, p);
 }
 
 // [Note: kept gradients] As in PyTorch a gradient is one tensor as long as it is on its shard:
@@ -79,12 +79,12 @@ void Publisher::leave_kept_sums(Unit& unit) {
   }
   for (std::size_t i = 0; i < unit.buckets().size(); ++i) {
     auto& bucket = *unit.buckets()[i];
-    const auto is_published_here = [&] {
+    const auto is_kept_by_user = [&] {
       return bucket.final_is_accumulator() && is_kept(unit, i, bucket.accumulator());
     };
-    if (!is_published_here()) continue;
+    if (!is_kept_by_user()) continue;
     reducer_.finish(unit);  // reductions under way write to the accumulator, too
-    if (!is_published_here()) continue;
+    if (!is_kept_by_user()) continue;
     bucket.leave_accumulator();
     for (const auto& p : unit.parameters()) {
       if (p->bucket == i && shows_published(*p))
@@ -212,7 +212,7 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
   const auto is_zero = [&] {
     return !comm::read_on_host(grad.any(), "gradient of " + p.contract.name).item<bool>();
   };
-  TESSERA_CHECK(!has_waiting(unit, p) || is_zero(), ErrorKind::kUsage, "gradient of ",
+  TESSERA_CHECK(!has_unpublished(unit, p) || is_zero(), ErrorKind::kUsage, "gradient of ",
                 p.contract.name,
                 ": found it changed while micro-batches of this step wait to be added to it, "
                 "expected changes only "

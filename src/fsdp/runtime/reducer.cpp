@@ -79,18 +79,18 @@ void Reducer::free_wires(const Unit& unit) {
   while (is_under_way()) free_oldest();
 }
 
-void Reducer::order_after() const {
+void Reducer::order_after_reductions() const {
   if (ended_) comm::order(ended_, comm::Stream::current(device_), comm::EventSite::kReduced);
 }
 
 void Reducer::finish(const Unit& unit) {
   free_wires(unit);
-  order_after();
+  order_after_reductions();
 }
 
 void Reducer::finish_all() {
   while (!under_way_.empty()) free_oldest();
-  order_after();
+  order_after_reductions();
 }
 
 void Reducer::drop(const Unit& unit) {

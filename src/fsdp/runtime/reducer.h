@@ -51,7 +51,8 @@ class Reducer {
   void issue(comm::IssueQueue& queue, Unit& unit, comm::Group* group, const std::string& marks);
   bool has_room_for(const Unit& unit, std::int64_t bytes) const;
   void free_oldest();
-  void order_after() const;
+  /// Orders the current stream after the reductions that have ended.
+  void order_after_reductions() const;
 
   std::deque<UnderWay> under_way_;
   std::int64_t bytes_ = 0;

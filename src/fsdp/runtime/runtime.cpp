@@ -83,10 +83,10 @@ void Runtime::handle_is_gone(Unit& unit) {
 void Runtime::remove_orphans() {
   if (in_backward_) return;
   for (auto& orphan : orphans_) {
-    const bool is_shared_by = std::any_of(units_.begin(), units_.end(), [&](const auto* unit) {
-      return unit->has_handle() && unit->shares_of(*orphan);
+    const bool is_used = std::any_of(units_.begin(), units_.end(), [&](const auto* unit) {
+      return unit->has_handle() && unit->has_owner(*orphan);
     });
-    if (is_shared_by) continue;
+    if (is_used) continue;
     orphan->release();
     remove_unit(orphan.get());
     orphan.reset();
@@ -259,7 +259,7 @@ void Runtime::check_shared(const Unit& unit) const {
                   "owns its parameter ",
                   leaf->name, " is gone, expected it to live; keep the outermost handle");
     TESSERA_CHECK(
-        unit.shares_of(*leaf->owner->unit), ErrorKind::kUsage, "unit ", unit.shown_name(),
+        unit.has_owner(*leaf->owner->unit), ErrorKind::kUsage, "unit ", unit.shown_name(),
         ": found the parameter ", leaf->owner->contract.name, " that unit ",
         leaf->owner->unit->shown_name(),
         " owns, expected a common parent of both that is sharded; call fully_shard on it");

@@ -230,7 +230,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::weak_ptr<Recomputable> recomputable;
   /// Units that own some of this module's parameters; they live at least as long as this one.
   std::vector<std::shared_ptr<Unit>> owners;
-  bool shares_of(const Unit& other) const {
+  bool has_owner(const Unit& other) const {
     return std::any_of(owners.begin(), owners.end(),
                        [&](const auto& owner) { return owner.get() == &other; });
   }

@@ -50,7 +50,7 @@ class NcclWork final : public Work {
   ~NcclWork() override {
     if (done_) return;
     try {
-      order_after();
+      order_after_end();
     } catch (...) {
       // An error is propagating already, so no caller has waited for this work.
     }
@@ -60,13 +60,13 @@ class NcclWork final : public Work {
   void wait() override {
     if (done_) return;
     launched_.abort_flag->check();
-    order_after();
+    order_after_end();
     launched_.batch.ops.clear();
     done_ = true;
   }
 
  private:
-  void order_after() const {
+  void order_after_end() const {
     launched_.end.block(Stream::current(launched_.device), EventSite::kWorkEnd);
   }
 
