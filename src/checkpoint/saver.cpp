@@ -159,7 +159,7 @@ std::string CheckpointSaver::write_files() const {
   auto entries = snapshot_.entries();
   const auto folder = store_.temporary(step_);
   entries.files[snapshot_.name()] = {
-      snapshot_.size(), write_hashed_chunks(folder / snapshot_.name(), snapshot_.bytes())};
+      snapshot_.size(), write_hashed_parts(folder / snapshot_.name(), snapshot_.bytes())};
   if (world_.rank() == 0) {
     const auto config = bytes_of(options_.config_json);
     entries.files["config.json"] = {std::ssize(config),

@@ -62,14 +62,14 @@ class NewFile {
 }  // namespace
 
 Hash128 write_hashed_file(const std::filesystem::path& path, std::span<const std::byte> bytes) {
-  return write_hashed_chunks(path, {bytes});
+  return write_hashed_parts(path, {bytes});
 }
 
-Hash128 write_hashed_chunks(const std::filesystem::path& path,
-                            const std::vector<std::span<const std::byte>>& chunks) {
+Hash128 write_hashed_parts(const std::filesystem::path& path,
+                           const std::vector<std::span<const std::byte>>& parts) {
   NewFile file(path);
   Hash128Stream hash;
-  for (auto bytes : chunks) {
+  for (auto bytes : parts) {
     while (!bytes.empty()) {
       const auto chunk = bytes.first(std::min(kHashedChunkBytes, bytes.size()));
       hash.add(chunk);

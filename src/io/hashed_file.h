@@ -20,9 +20,9 @@ namespace tessera {
 /// on disk; its name is durable once its folder is (sync_folder). Returns the content's hash.
 /// Errors: kIo naming it.
 Hash128 write_hashed_file(const std::filesystem::path& path, std::span<const std::byte> bytes);
-/// The same for several chunks, in order.
-Hash128 write_hashed_chunks(const std::filesystem::path& path,
-                            const std::vector<std::span<const std::byte>>& chunks);
+/// The same for several parts, in order.
+Hash128 write_hashed_parts(const std::filesystem::path& path,
+                           const std::vector<std::span<const std::byte>>& parts);
 
 /// The bytes of a file that are wanted: those from `offset` on, as many as `to` has.
 struct WantedBytes {

@@ -39,9 +39,9 @@ at::Tensor ExpertTokens::enter(const at::Tensor& x) const {
 }
 
 at::Tensor ExpertTokens::routed(const at::Tensor& x, const at::Tensor& entered,
-                                SharedExperts other) const {
+                                SharedExperts shared) const {
   if (mode_ != DispatchMode::kSliced) return flat(entered);
-  if (other == SharedExperts::kSharedExperts) return own_rows_of(flat(entered), region_.axis());
+  if (shared == SharedExperts::kPresent) return own_rows_of(flat(entered), region_.axis());
   const at::Tensor tokens = flat(x);
   return parallel::slice(tokens, region_.axis(), {0, tokens.size(0)}, parallel::From::kInvariant,
                          "tokens of experts");

@@ -69,11 +69,11 @@ class ExpertTokens {
   /// it, where the layer's exit sums; else x.
   at::Tensor enter(const at::Tensor& x) const;
   /// Whether shared experts also compute with the result of enter().
-  enum class SharedExperts : std::uint8_t { kNone, kSharedExperts };
+  enum class SharedExperts : std::uint8_t { kNone, kPresent };
   /// Returns the tokens that the router sees [M, H]; `entered` is enter(x). With shared experts
   /// they are taken from `entered`, whose backward sums anyway.
   at::Tensor routed(const at::Tensor& x, const at::Tensor& entered,
-                    SharedExperts other = SharedExperts::kNone) const;
+                    SharedExperts shared = SharedExperts::kNone) const;
   /// Cuts values by token [B*T, N], imposed indices or fillers, down to those of the tokens that
   /// the router sees. Errors: kFormat for another number of tokens.
   std::optional<at::Tensor> values_of_routed(const std::optional<at::Tensor>& values,

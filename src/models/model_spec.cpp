@@ -172,8 +172,8 @@ nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& fami
   for (const std::string key :
        {"bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
         "tessera_tokenizer", "tie_word_embeddings", "torch_dtype"}) {
-    const nlohmann::json* other = keys.take(key);
-    if (other != nullptr && !config.contains(key)) config[key] = *other;
+    const nlohmann::json* outer = keys.take(key);
+    if (outer != nullptr && !config.contains(key)) config[key] = *outer;
   }
   if (family.whole->as_text_model != nullptr) {
     family.whole->as_text_model(ConfigReader(*text, "text_config."), config);

@@ -299,20 +299,19 @@ at::Tensor MoeLayer::shared(const at::Tensor& x, const at::Tensor& entered) {
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
   const at::Tensor entered = tokens_.enter(x);
-  const at::Tensor routed =
-      tokens_.routed(x, entered,
-                     shared_experts_ ? ExpertTokens::SharedExperts::kSharedExperts
-                                     : ExpertTokens::SharedExperts::kNone);
+  const at::Tensor routed = tokens_.routed(
+      x, entered,
+      shared_experts_ ? ExpertTokens::SharedExperts::kPresent : ExpertTokens::SharedExperts::kNone);
   const moe::Routing routing = router_->route(
       router_->scores(routed), tokens_.values_of_routed(request.imposed, x.size(0), x.size(1)),
       expert_bias());
-  at::Tensor other;
-  const auto run_shared = [&] { other = shared(x, entered); };
+  at::Tensor of_shared;
+  const auto run_shared = [&] { of_shared = shared(x, entered); };
   const at::Tensor given = experts_->forward(
       tokens_.sent(routed), tokens_.sent(routing),
       shared_experts_ ? std::function<void()>(run_shared) : std::function<void()>());
   at::Tensor y = tokens_.returned(given, entered.sizes());
-  if (shared_experts_) y = y + other;
+  if (shared_experts_) y = y + of_shared;
   return {tokens_.leave(y), tokens_.counted(load_of(
                                 routing, request.statistics,
                                 tokens_.values_of_routed(request.fillers, x.size(0), x.size(1))))};

@@ -303,10 +303,10 @@ void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::R
 
 void check_repeated(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
                     const std::string& path, std::string_view key_in_record) {
-  const nlohmann::json* other = keys.find(key);
+  const nlohmann::json* found = keys.find(key);
   const auto inside = record.find(key_in_record);
-  if (other == nullptr || other->is_null() || inside == record.end() || inside->is_null()) return;
-  if (*other == *inside) return;
+  if (found == nullptr || found->is_null() || inside == record.end() || inside->is_null()) return;
+  if (*found == *inside) return;
   keys.refuse(
       key, concat("the ", shown(*inside), " of ", path, ".", key_in_record, ", or one of the two"));
 }

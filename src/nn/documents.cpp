@@ -69,10 +69,10 @@ RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x) 
 
 at::Tensor ends_of_runs(const at::Tensor& flags, const Documents& documents) {
   const at::Tensor position = at::arange(flags.size(1), flags.options().dtype(at::kLong));
-  at::Tensor resumes = flags;  // from the position before
-  if (documents.are_packed()) resumes = resumes.logical_and(documents.starts != position);
+  at::Tensor continues = flags;  // from the position before
+  if (documents.are_packed()) continues = continues.logical_and(documents.starts != position);
   // For each position the next one, itself included, at which no run continues.
-  const at::Tensor border = at::where(resumes, flags.size(1), position);
+  const at::Tensor border = at::where(continues, flags.size(1), position);
   const at::Tensor next =
       border.numel() == 0 ? border : std::get<0>(at::cummin(border.flip({1}), 1)).flip({1});
   const at::Tensor last = at::full({flags.size(0), 1}, flags.size(1), position.options());

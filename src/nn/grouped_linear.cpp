@@ -60,14 +60,14 @@ bool has_kernel(const at::Tensor& there) {
   return has_grouped_kernel(comm::facts_of(there.device()).capability);
 }
 
-/// The ends of the groups, as libtorch takes them.
-at::Tensor ends(const RowGroups& groups, const at::Tensor& other) {
+/// The ends of the groups, as libtorch takes them, on the device of `like`.
+at::Tensor ends(const RowGroups& groups, const at::Tensor& like) {
   if (groups.ends.defined()) return groups.ends;
   const GroupOffsets& offsets = groups.begins;
   const at::Tensor result = at::empty({static_cast<std::int64_t>(offsets.size()) - 1}, at::kInt);
   std::transform(offsets.begin() + 1, offsets.end(), result.mutable_data_ptr<std::int32_t>(),
                  [](std::int64_t end) { return static_cast<std::int32_t>(end); });
-  return comm::uploaded(result, other.device());
+  return comm::uploaded(result, like.device());
 }
 
 /// A loop over no groups would leave its result as the memory was.

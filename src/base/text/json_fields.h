@@ -161,13 +161,13 @@ class JsonFieldsReader {
     }
   }
 
-  /// `other`: further keys, which the caller reads.
+  /// `further`: other keys, which the caller reads.
   template <class T>
-  void object(T& value, const JsonCursor& at, std::vector<std::string_view> other = {}) {
+  void object(T& value, const JsonCursor& at, std::vector<std::string_view> further = {}) {
     at.require(at.value().is_object(), "an object");
     if (others_ == OtherKeys::kRefused) {
-      for (const auto key : keys_of<T>()) other.push_back(key);
-      detail::require_only(at, other);
+      for (const auto key : keys_of<T>()) further.push_back(key);
+      detail::require_only(at, further);
     }
     members(value, at);
   }

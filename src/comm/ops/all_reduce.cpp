@@ -61,7 +61,7 @@ class DirectSumSteps final : public Steps {
     const kernels::HostSum sum = into_result(op_, mine_);
     // In place, the sum overwrites this rank's addends, which other ranks may still read.
     transfers.before_overwriting(sum.data, mine_.size() * sum_element_);
-    add_addends(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(), sum);
+    sum_addends(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(), sum);
   }
 
  private:

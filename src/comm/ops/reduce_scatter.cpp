@@ -30,7 +30,7 @@ class ReduceScatterSteps final : public Steps {
     });
   }
   void combine(Transfers& transfers, int /*round*/) override {
-    add_addends(transfers, at_byte(op_.input, slice_ * transfers.self()), op_.input.scalar_type(),
+    sum_addends(transfers, at_byte(op_.input, slice_ * transfers.self()), op_.input.scalar_type(),
                 into_output(op_));
   }
 

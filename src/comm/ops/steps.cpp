@@ -7,7 +7,7 @@
 
 namespace tessera::comm {
 
-void add_addends(Transfers& transfers, const void* own, at::ScalarType wire,
+void sum_addends(Transfers& transfers, const void* own, at::ScalarType wire,
                  const kernels::HostSum& result) {
   std::vector<const void*> addends;
   addends.reserve(static_cast<std::size_t>(transfers.size()));

@@ -88,7 +88,7 @@ void for_others(const Transfers& transfers, Act act) {
 }
 
 /// Adds `own`, this rank's addends, and those that receive_addends() has received, in rank order.
-void add_addends(Transfers& transfers, const void* own, at::ScalarType wire,
+void sum_addends(Transfers& transfers, const void* own, at::ScalarType wire,
                  const kernels::HostSum& result);
 
 /// The steps of a relayed op (relay.h). A subclass says which bytes each round sends, and where

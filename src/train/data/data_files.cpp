@@ -84,8 +84,8 @@ std::optional<std::string> lacks_for_packing(const std::vector<std::string>& fil
     if (!file.ends_with(".bin")) return file;
     auto mask = fs::path(file);
     mask.replace_extension(".mask.bin");
-    for (const fs::path& paired : {mask, borders_of(file)}) {
-      if (!is_there(paired.native())) return paired.native();
+    for (const fs::path& companion : {mask, borders_of(file)}) {
+      if (!is_there(companion.native())) return companion.native();
     }
   }
   return std::nullopt;

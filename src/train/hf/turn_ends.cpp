@@ -121,11 +121,11 @@ class Tokens {
     } else if (vocab.is_object()) {
       add_all(vocab);
     }
-    const nlohmann::json paired = object_of(folder_, "vocab.json");
-    add_all(paired);
+    const nlohmann::json in_own_file = object_of(folder_, "vocab.json");
+    add_all(in_own_file);
     const bool is_elsewhere = std::ranges::any_of(
         kNotRead, [&](const char* name) { return fs::exists(folder_ / name, ignored); });
-    lists_all_ = !vocab.empty() || !paired.empty() || (!ids_.empty() && !is_elsewhere);
+    lists_all_ = !vocab.empty() || !in_own_file.empty() || (!ids_.empty() && !is_elsewhere);
   }
 
   fs::path folder_;
