@@ -318,7 +318,7 @@ class FSDPModule(nn.Module):
         unit_of(self).set_gradient_divide_factor(factor, True)
 
     def unshard(self, async_op: bool = False) -> _C.UnshardHandle | None:
-        """Gathers this unit now, until a backward or reshard() gives it back. With `async_op` it returns at once, an
+        """Gathers this unit now, until a backward or reshard() frees it. With `async_op` it returns at once, an
         object whose wait() ends when the parameters can be read. Collective."""
         unit = unit_of(self, "unshard")
         if async_op:

@@ -94,7 +94,7 @@ class Messages {
 
   /// Whether receives should be posted before the list asks for them.
   bool gain_by_early_receives() const { return p2p_.gains_by_early_receives(); }
-  /// `from` and `to` are ranks of the p2p.
+  /// `from` and `to` are ranks within the P2P's group.
   void post(const HandOver& what, int from, const std::vector<BoundaryTensor>& expected);
   /// Waits for a receive that was posted. Errors: kComm.
   Tensors wait_for(const HandOver& what);

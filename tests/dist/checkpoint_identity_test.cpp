@@ -55,7 +55,7 @@ TEST(ResumedRun, AnotherModelSeedOrDataIsRefusedWithBothValues) {
     change.set(changed);
     EXPECT_REFUSED(kConfig, train_on({2, 1}, changed, folder / "run"), change.says);
   }
-  EXPECT_EQ(read_file(folder / "run/metrics/metrics.jsonl"), metrics) << "nothing was accessed";
+  EXPECT_EQ(read_file(folder / "run/metrics/metrics.jsonl"), metrics) << "nothing was changed";
 }
 
 /// As a checkpoint of before manifests named the optimizer.
@@ -103,7 +103,7 @@ TEST(ResumedRun, AFolderWithAnotherStepThanItsNameSaysIsRefused) {
   config.training.steps = 12;
   config.checkpoint.load_step = 9;
   EXPECT_REFUSED(kFormat, train_on({2, 1}, config, folder / "run"), "found step 2, expected 9");
-  EXPECT_EQ(read_file(folder / "run/checkpoint/latest"), "step-2") << "nothing was accessed";
+  EXPECT_EQ(read_file(folder / "run/checkpoint/latest"), "step-2") << "nothing was changed";
 }
 
 // By default a batch is what the ranks have together: a resumed run keeps the checkpoint's number.

@@ -167,7 +167,7 @@ inline Tensors plain_net_gradients(World& world, const std::shared_ptr<Net>& pla
   return gradients_of_squares(*plain, world.size(), step, kWidth);
 }
 
-inline std::string in_words(Around around) {
+inline std::string as_text(Around around) {
   return concat("checkpoint ", static_cast<int>(around));
 }
 

@@ -184,13 +184,13 @@ TEST(Accumulation, AnEditOfOneGradientLeavesItsNeighboursSumUnrounded) {
 
 // Naive: a unit that only an unsynced micro-batch used keeps its gradient in the slot, for ever or
 // for the next step.
-class PendingBackward : public ::testing::TestWithParam<std::tuple<int, int, bool>> {};
-INSTANTIATE_TEST_SUITE_P(Grid, PendingBackward,
+class UnsyncedGradients : public ::testing::TestWithParam<std::tuple<int, int, bool>> {};
+INSTANTIATE_TEST_SUITE_P(Grid, UnsyncedGradients,
                          ::testing::Values(std::tuple(1, 1, false), std::tuple(2, 1, false),
                                            std::tuple(2, 2, false), std::tuple(2, 2, true),
                                            std::tuple(4, 2, true)));
 
-TEST_P_ON_RANKS(PendingBackward, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame,
+TEST_P_ON_RANKS(UnsyncedGradients, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame,
                 std::get<0>(GetParam())) {
   const auto replicas = std::get<1>(GetParam());
   auto chain = std::make_shared<Chain>(1, 2, kWidth);
@@ -216,7 +216,7 @@ TEST_P_ON_RANKS(PendingBackward, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAl
 }
 
 // Naive: a norm of 0 and a step that does nothing, or both with what an earlier step has left.
-TEST_P_ON_RANKS(PendingBackward, NormsAndStepsWaitForTheLastMicroBatch, std::get<0>(GetParam())) {
+TEST_P_ON_RANKS(UnsyncedGradients, NormsAndStepsWaitForTheLastMicroBatch, std::get<0>(GetParam())) {
   ShardedChain model(data_mesh(world, std::get<1>(GetParam())), 1, 2, kWidth);
   const auto optimizer = make_sgd(model.handle, sgd(0.5));
   const auto micro_batch = [&](int i, bool last) {
@@ -240,7 +240,7 @@ TEST_P_ON_RANKS(PendingBackward, NormsAndStepsWaitForTheLastMicroBatch, std::get
 }
 
 // One unit without sync is enough.
-TEST_ON_RANKS(OwedByOne, UnitIsNamed, 2) {
+TEST_ON_RANKS(UnsyncedUnit, IsNamed, 2) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   const auto optimizer = make_sgd(model.handle, sgd(0.5));
   model.chain->handles[1]->set_requires_gradient_sync(false);

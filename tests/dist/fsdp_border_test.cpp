@@ -129,7 +129,7 @@ TEST_P(UnitBorder, RefusesAParameterAsAResultByItsName) {
           << what;
     }
   }
-  // A unit that keeps its memory in training gives it back after evaluation.
+  // A unit that stays unsharded in training is resharded after evaluation.
   EXPECT_THAT(told(cases[0].second, named_block(false), acts[1]),
               all_and_one(Says("unit block: found its parameter block.weight")));
 }

@@ -20,7 +20,7 @@ constexpr std::int64_t kWidth = 5;
 class DeferredOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, DeferredOnRanks, ::testing::Values(1, 2, 3));
 
-struct PendingBackward {
+struct PendingGrad {
   grad::GradSink* sink;
   grad::Ticket ticket;
   at::Tensor raw;
@@ -41,7 +41,7 @@ class DeferredScale : public torch::autograd::Function<DeferredScale> {
     const auto leaf = grad::find_leaf(saved[1]);
     auto& sink = *leaf->sink;
     auto* list =
-        reinterpret_cast<std::vector<PendingBackward>*>(context->saved_data["pending"].toInt());
+        reinterpret_cast<std::vector<PendingGrad>*>(context->saved_data["pending"].toInt());
     list->push_back(
         {&sink, sink.promise(leaf->slot, "layer 4", context->saved_data["micro_batch"].toInt()),
          grads[0] * saved[0]});
@@ -69,7 +69,7 @@ class Deferred : public torch::nn::Module {
   }
   at::Tensor eager = register_parameter("eager", seeded(1, {kWidth}));
   at::Tensor weight = register_parameter("weight", seeded(2, {kWidth}));
-  std::vector<PendingBackward> pending;
+  std::vector<PendingGrad> pending;
   std::int64_t micro_batch = 0;
   bool redeems_inside = false;
 };
@@ -240,7 +240,7 @@ TEST_P(DeferredOnRanks, TicketsOfAFailedStepAreForgottenAndTheNextStepIsRight) {
 }
 
 // Naive: the norm and the gradients of the step before, as if they were this one's.
-TEST_P_ON_RANKS(DeferredOnRanks, NormAndWholeGradientsWaitForWhatIsOwed, GetParam()) {
+TEST_P_ON_RANKS(DeferredOnRanks, NormAndWholeGradientsWaitForPendingGradients, GetParam()) {
   auto module = std::make_shared<Deferred>();
   auto handle = fully_shard(module, data_mesh(world));
   backward(handle.forward(seeded(1, {kWidth})).sum());

@@ -194,7 +194,7 @@ TEST_ON_RANKS(Lifetime, CallingAModulePastItsHandleOnOneRankThrowsAtItsGradient,
   expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 0, kWidth));
 }
 
-TEST_P_ON_RANKS(LifetimeOnRanks, StepWhileABackwardIsOwedIsRefused, GetParam()) {
+TEST_P_ON_RANKS(LifetimeOnRanks, StepWhileABackwardIsPendingIsRefused, GetParam()) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   const auto optimizer = make_sgd(model.handle, {});
   {
@@ -206,7 +206,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, StepWhileABackwardIsOwedIsRefused, GetParam()) 
 
 // Pending losses are counted when any thread releases a graph. Naive: a plain count loses some of
 // them, and no step is taken any more.
-TEST(Lifetime, LossesThatOtherThreadsDropAreNotOwed) {
+TEST(Lifetime, LossesThatOtherThreadsDropAreNotPending) {
   constexpr std::size_t kThreads = 4;
   ranks(1).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth);

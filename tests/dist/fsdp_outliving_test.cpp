@@ -314,7 +314,7 @@ TEST_P_ON_RANKS(OutlivingOnRanks, WhatMovesTwiceIsFoundWhereItIs, GetParam()) {
 }
 
 // Naive: its slots are asked for weight gradients of a unit that is gone.
-TEST_ON_RANKS(Inner, WeightGradientsOwedToAUnitThatIsGoneAreDroppedByName, 1) {
+TEST_ON_RANKS(Inner, PendingWeightGradientsOfAUnitThatIsGoneAreDroppedByName, 1) {
   auto model = std::make_unique<ShardedChain>(data_mesh(world), 1, 2, kWidth);
   auto& sink = model->handle.unit()->runtime().sink();
   const auto runtime = model->handle.unit()->runtime().shared_from_this();

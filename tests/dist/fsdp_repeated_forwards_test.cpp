@@ -32,7 +32,7 @@ TEST_P(Repeated, GivesThePlainGradientsWithTheGathersOfAStepWithoutCheckpoints) 
       model.root->zero_grad();
       model.run_and_back(input_of(world.rank(), step, kWidth));
       expect_gradients(*model.root, plain_net_gradients(world, plain, step),
-                       concat(in_words(model.net->around), ", step ", step));
+                       concat(as_text(model.net->around), ", step ", step));
       for (std::size_t i = 0; i < 3; ++i) EXPECT_FALSE(model.is_gathered(i)) << i;
       return model.gathers() - before;
     };
@@ -62,7 +62,7 @@ TEST(RepeatedForwards, MicroBatchesAddUpAndGradientsComeOnce) {
             backward(squares(plain.forward(input_of(rank, at, kWidth))));
           }
         });
-        expect_gradients(*model.root, expected, in_words(around));
+        expect_gradients(*model.root, expected, as_text(around));
       }
     });
   }
@@ -95,7 +95,7 @@ TEST(RepeatedForwards, SeveralForwardsThatWaitAreKeptApart) {
             expected.at(name) = expected.at(name) + addend;
           }
         }
-        expect_gradients(*model.root, expected, in_words(around));
+        expect_gradients(*model.root, expected, as_text(around));
       });
     }
   }
@@ -111,7 +111,7 @@ TEST(RepeatedForwards, AGraphThatIsKeptIsRunAgainTwice) {
       model.root->zero_grad();
       backward(loss);
       expect_gradients(*model.root, plain_net_gradients(world, std::make_shared<Net>(1)),
-                       in_words(around));
+                       as_text(around));
     });
   }
 }
@@ -131,7 +131,7 @@ TEST(RepeatedForwards, FrozenUnitsAndTheirMemory) {
           model.root->zero_grad();
           model.run_and_back(input_of(world.rank(), step, kWidth));
           expect_gradients(*model.root, plain_net_gradients(world, make(), step),
-                           concat(in_words(around), ", frozen layer ", frozen));
+                           concat(as_text(around), ", frozen layer ", frozen));
           for (std::size_t i = 0; i < 3; ++i) EXPECT_FALSE(model.is_gathered(i)) << i;
         }
       });
@@ -151,7 +151,7 @@ TEST(RepeatedForwards, TiedParametersOfSeveralUnits) {
       ShardedNet model(world, make());
       model.net->around = around;
       model.run_and_back(input_of(world.rank(), 0, kWidth));
-      expect_gradients(*model.root, plain_net_gradients(world, make()), in_words(around));
+      expect_gradients(*model.root, plain_net_gradients(world, make()), as_text(around));
     });
   }
 }
@@ -170,12 +170,12 @@ TEST(RepeatedForwards, MixedDtypesAreCastAsInTheFirstRun) {
           model.run_and_back(input_of(world.rank(), 0, kWidth));
           return whole_gradients(*model.root);
         };
-        expect_same(gradients(around), gradients(Around::kNone), in_words(around));
+        expect_same(gradients(around), gradients(Around::kNone), as_text(around));
         if (by_policy) return;
         ShardedNet model(world, make(), policy);
         model.net->around = around;
         model.run_and_back(input_of(world.rank(), 0, kWidth));
-        expect_gradients(*model.root, plain_net_gradients(world, make()), in_words(around));
+        expect_gradients(*model.root, plain_net_gradients(world, make()), as_text(around));
       });
     }
   }
@@ -197,7 +197,7 @@ TEST(RepeatedForwards, AUnitThatIsCalledSeveralTimesInOneCheckpoint) {
         const auto found = whole_gradients(*model.root);
         ShardedNet other(world, make());
         other.run_and_back(input_of(world.rank(), step, kWidth));
-        expect_same(found, whole_gradients(*other.root), in_words(around));
+        expect_same(found, whole_gradients(*other.root), as_text(around));
       }
     });
   }
@@ -216,7 +216,7 @@ TEST(RepeatedForwards, AUnitWithoutGradModeInsideACheckpoint) {
       model.net->around = around;
       model.run_and_back(input_of(world.rank(), 0, kWidth));
       const auto plain = make();
-      expect_gradients(*model.root, plain_net_gradients(world, plain), in_words(around));
+      expect_gradients(*model.root, plain_net_gradients(world, plain), as_text(around));
     });
   }
 }

@@ -105,7 +105,7 @@ TEST_P(DeferredWeightsOnRanks, AreTheBitsOfOneBackward) {
 }
 
 // Naive: a norm of what has arrived so far.
-TEST_ON_RANKS(DeferredWeights, WhatIsOwedIsNamed, 1) {
+TEST_ON_RANKS(DeferredWeights, PendingGradientsAreNamed, 1) {
   const auto mesh = data_mesh(world);
   auto handle =
       fully_shard(std::make_shared<Layers>(mesh, PrecisionPolicy{}, RecomputeMode::kNone), mesh);

@@ -241,7 +241,7 @@ class Call {
     TORCH_CHECK(same_memory, "sim: ", name_, " replaces the memory of its argument: not simulated");
     if (each.original.sizes() == each.alias.sizes()) return;
     resize_to(each.original, each.alias.sizes());
-    access_result(access, each.original);
+    note_result(access, each.original);
     as_cpu(each.original).copy_(each.alias);
   }
 
@@ -256,7 +256,7 @@ class Call {
     }
     const at::Tensor dense = of_cpu.is_non_overlapping_and_dense() ? of_cpu : of_cpu.contiguous();
     at::Tensor made = new_tensor(dense.sizes(), dense.strides(), dense.scalar_type(), device());
-    access_result(access, made);
+    note_result(access, made);
     if (made.numel() > 0) {
       std::memcpy(for_kernels(made.mutable_data_ptr()), dense.const_data_ptr(), dense.nbytes());
     }

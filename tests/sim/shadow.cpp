@@ -50,8 +50,8 @@ std::int64_t begin_of(const Runs& runs, std::int64_t number) {
 
 }  // namespace
 
-std::optional<Conflict> Shadow::touch(const at::Tensor& tensor, bool writes, const Access& now,
-                                      const Clock& known) {
+std::optional<Conflict> Shadow::note_access(const at::Tensor& tensor, bool writes,
+                                            const Access& now, const Clock& known) {
   if (tensor.numel() == 0) return std::nullopt;
   const auto first = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   const auto bytes = [&](std::int64_t elements) {
@@ -60,21 +60,21 @@ std::optional<Conflict> Shadow::touch(const at::Tensor& tensor, bool writes, con
   const Runs runs = runs_of(tensor);
   if (runs.count > kMostRuns) {
     const std::int64_t last = begin_of(runs, runs.count - 1);
-    auto conflict = touch(first, first + bytes(last + runs.length), writes, now, known);
+    auto conflict = note_access(first, first + bytes(last + runs.length), writes, now, known);
     if (conflict) conflict->of_range = true;
     return conflict;
   }
   for (std::int64_t run = 0; run < runs.count; ++run) {
     const std::uintptr_t begin = first + bytes(begin_of(runs, run));
-    if (auto conflict = touch(begin, begin + bytes(runs.length), writes, now, known)) {
+    if (auto conflict = note_access(begin, begin + bytes(runs.length), writes, now, known)) {
       return conflict;
     }
   }
   return std::nullopt;
 }
 
-std::optional<Conflict> Shadow::touch(std::uintptr_t begin, std::uintptr_t end, bool writes,
-                                      const Access& now, const Clock& known) {
+std::optional<Conflict> Shadow::note_access(std::uintptr_t begin, std::uintptr_t end, bool writes,
+                                            const Access& now, const Clock& known) {
   split(begin);
   split(end);
   const auto from = segments_.lower_bound(begin), to = segments_.lower_bound(end);

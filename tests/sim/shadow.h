@@ -30,10 +30,10 @@ class Shadow {
   static constexpr std::int64_t kMostRuns = 4096;
 
   /// Notes the access, or says what it is not ordered behind; `known` is the clock of its launch.
-  std::optional<Conflict> touch(const at::Tensor& tensor, bool writes, const Access& now,
-                                const Clock& known);
-  std::optional<Conflict> touch(std::uintptr_t begin, std::uintptr_t end, bool writes,
-                                const Access& now, const Clock& known);
+  std::optional<Conflict> note_access(const at::Tensor& tensor, bool writes, const Access& now,
+                                      const Clock& known);
+  std::optional<Conflict> note_access(std::uintptr_t begin, std::uintptr_t end, bool writes,
+                                      const Access& now, const Clock& known);
   /// Drops the accesses to these bytes that have ended by `known`.
   void end(std::uintptr_t begin, std::uintptr_t end, const Clock& known);
   void forget() { segments_.clear(); }

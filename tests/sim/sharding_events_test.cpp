@@ -120,7 +120,7 @@ void use_free_memory(const World& world) {
   }
 }
 
-/// Two streams read what one gather has made, and one of them gives it back.
+/// Two streams read what one gather has made, and one of them reshards the unit.
 void read_on_two_streams(World& world) {
   const auto twice = std::make_shared<Twice>(test::data_mesh(world));
   auto model = fully_shard(twice, test::data_mesh(world));

@@ -80,9 +80,9 @@ void check(const std::optional<Conflict>& conflict, const Access& now, bool writ
                              : ""));
 }
 
-void touch(const at::Tensor& tensor, bool written, const Access& now) {
+void note_access(const at::Tensor& tensor, bool written, const Access& now) {
   State& s = state();
-  check(s.shadow.touch(tensor, written, now, s.clocks.of(now.stream)), now, written);
+  check(s.shadow.note_access(tensor, written, now, s.clocks.of(now.stream)), now, written);
 }
 
 /// Whether no stream is held and nothing is open that this waits for.
@@ -173,7 +173,7 @@ Access launch(const c10::Stream& stream, const std::string& operation,
   const std::string* name = &*s.names.insert(operation).first;
   const Access now{slot, s.clocks.launch(slot), name, current_rank};
   ++s.launches[{current_rank, slot, name}];
-  for (const TensorAccess& each : accessed) touch(each.tensor, each.written, now);
+  for (const TensorAccess& each : accessed) note_access(each.tensor, each.written, now);
   return now;
 }
 
@@ -184,9 +184,9 @@ void stand_still_behind(const c10::Stream& stream) {
   stand_still(lock, [&] { return can_begin(s.clocks.of(slot)); });
 }
 
-void access_result(const Access& of, const at::Tensor& result) {
+void note_result(const Access& of, const at::Tensor& result) {
   const std::lock_guard lock(state().mutex);
-  touch(result, true, of);
+  note_access(result, true, of);
 }
 
 void arrive_late(const Access& copy, const at::Tensor& target, const at::Tensor& value) {

@@ -30,7 +30,7 @@ Access launch(const c10::Stream& stream, const std::string& operation,
 /// Waits as a launch on the stream would that runs at once.
 void stand_still_behind(const c10::Stream& stream);
 /// Notes a result that the operation made afterwards.
-void access_result(const Access& of, const at::Tensor& result);
+void note_result(const Access& of, const at::Tensor& result);
 
 /// Non-blocking copies (late_copies.h).
 void arrive_late(const Access& copy, const at::Tensor& target, const at::Tensor& value);

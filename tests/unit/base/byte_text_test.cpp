@@ -114,14 +114,14 @@ TEST(RangesText, NamesRunsOfNumbersAndCountsWhatIsTooMuch) {
 // Drawn: a number, a unit, each letter large or small, with the B or without it.
 TEST(ByteSize, TakesUnitsInAnyCaseAndWithoutTheirB) {
   std::mt19937 random(1);
-  constexpr std::string_view kPostedOps = "kmgt";
+  constexpr std::string_view kLetters = "kmgt";
   for (int round = 0; round < 500; ++round) {
     const auto number = static_cast<std::int64_t>(1 + random() % 9999);
     std::int64_t expected = number;
     std::string unit;
     const bool is_binary = random() % 2 == 0;
     const std::size_t power = random() % 5;
-    if (power > 0) unit += kPostedOps[power - 1];
+    if (power > 0) unit += kLetters[power - 1];
     if (power > 0 && is_binary) unit += 'i';
     for (std::size_t i = 0; i < power; ++i) expected *= is_binary ? 1024 : 1000;
     if (random() % 2 == 0) unit += 'b';

@@ -238,9 +238,9 @@ TEST(Turns, AHandlerMayRunThem) {
 
 TEST(Turns, TheSecondStackIsDeep) {
   const std::function<int(int)> deep = [&deep](int depth) {
-    std::array<volatile char, 1024> accessed{};
-    accessed[0] = 1;
-    return depth == 0 ? accessed[0] : deep(depth - 1) + accessed[1];
+    std::array<volatile char, 1024> frame{};
+    frame[0] = 1;
+    return depth == 0 ? frame[0] : deep(depth - 1) + frame[1];
   };
   Turns turns;
   int result = 0;

@@ -372,7 +372,7 @@ TEST_F(SlurmHosts, ScontrolGetsTheListAsOneWordAndItsFirstLineIsTheAddress) {
   std::ifstream file(asked);
   std::string words;
   std::getline(file, words);
-  EXPECT_EQ(words, "<show><hostnames><node[01-03,7],gpu5>") << "no shell has accessed it";
+  EXPECT_EQ(words, "<show><hostnames><node[01-03,7],gpu5>") << "no shell has expanded it";
 }
 
 TEST_F(SlurmHosts, NobodyIsAskedWhereAnAddressIsGivenOrThereIsNoList) {

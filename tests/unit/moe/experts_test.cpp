@@ -333,7 +333,7 @@ TEST_F(ExpertAdapters, OfFrozenExpertsEqualMergedWeights) {
       const at::Tensor gate_up_bias = kWeights * at::randn({kAdapted, 2 * kNarrow});
       const at::Tensor down_bias = kWeights * at::randn({kAdapted, kHidden});
       const ExpertOptions options{.activation = of_halves(nn::geglu), .score = score};
-      const auto paired = [&](const Tensors& in) {
+      const auto with_adapters = [&](const Tensors& in) {
         return experts(in[0], {indices, in[1], {}},
                        {gate_up,
                         down,
@@ -352,7 +352,7 @@ TEST_F(ExpertAdapters, OfFrozenExpertsEqualMergedWeights) {
              wide(gate_up_bias), wide(down_bias), layout},
             options);
       };
-      nn::expect_equals_composite(paired, truth,
+      nn::expect_equals_composite(with_adapters, truth,
                                   {at::randn({5, kHidden}), at::rand({5, 2}),
                                    kFactors * at::randn({kAdapted, kRank, kHidden}),
                                    kFactors * at::randn({kAdapted, 2 * kNarrow, kRank}),
