@@ -146,26 +146,26 @@ std::optional<TokenFileInfo> parse_shard_header(std::span<const std::byte> begin
 
 TokenFileInfo read_token_file_info(const std::filesystem::path& path) {
   const InputFile file(path);
-  std::filesystem::path other = path;
-  other.replace_extension(".json");
-  const TokenFileInfo info = describe_tokens(file, other);
+  std::filesystem::path info_path = path;
+  info_path.replace_extension(".json");
+  const TokenFileInfo info = describe_tokens(file, info_path);
   const std::int64_t expected = info.header_bytes + info.num_tokens * size_of(info.dtype);
   TESSERA_CHECK(file.size_bytes() == expected, ErrorKind::kFormat, path.native(), ": found ",
                 file.size_bytes(), " bytes, expected ", expected, " for the ", info.num_tokens, " ",
                 to_string(info.dtype), " tokens that ",
-                info.header_bytes > 0 ? std::string("its header") : other.native(), " states");
+                info.header_bytes > 0 ? std::string("its header") : info_path.native(), " states");
   return info;
 }
 
 TokenFile::TokenFile(const std::filesystem::path& path)
     : info_(read_token_file_info(path)), tokens_(path) {
   tokens_.advise(Access::kRandom);
-  std::filesystem::path other = path;
-  other.replace_extension(".mask.bin");
+  std::filesystem::path mask = path;
+  mask.replace_extension(".mask.bin");
   std::error_code ignored;
-  if (!std::filesystem::exists(std::filesystem::symlink_status(other, ignored))) return;
-  mask_.emplace(other);
-  TESSERA_CHECK(mask_->size_bytes() == info_.num_tokens, ErrorKind::kFormat, other.native(),
+  if (!std::filesystem::exists(std::filesystem::symlink_status(mask, ignored))) return;
+  mask_.emplace(mask);
+  TESSERA_CHECK(mask_->size_bytes() == info_.num_tokens, ErrorKind::kFormat, mask.native(),
                 ": found ", mask_->size_bytes(), " bytes, expected one a token, ",
                 info_.num_tokens);
   mask_->advise(Access::kRandom);

@@ -94,7 +94,7 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
   KilledAgain one(folder, span, 60);
   KilledAgain other(folder, span, 61);
   {
-    const std::jthread paired([&] { EXPECT_NO_THROW(other.kill(kills)); });
+    const std::jthread second([&] { EXPECT_NO_THROW(other.kill(kills)); });
     EXPECT_NO_THROW(one.kill(kills));
   }
   EXPECT_GE(one.with_checkpoint() + other.with_checkpoint(), kills)

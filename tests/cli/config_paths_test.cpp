@@ -30,7 +30,7 @@ struct RunBelow : SmallRun {
 struct PathKey {
   std::string key;
   std::string ending;  ///< of a name
-  Words paired = {};   ///< more words, without which it has no effect
+  Words more = {};     ///< more words, without which it has no effect
   bool is_folder = false;
   bool of_training = false;  ///< other verbs do not read it
 };
@@ -47,8 +47,8 @@ const std::vector<PathKey>& path_keys() {
       {.key = "contract.lock", .ending = ".txt", .of_training = true},
       {.key = "pipeline.schedule_file",
        .ending = ".csv",
-       .paired = {"--parallelism.pipeline_parallel_degree", "2", "--nproc", "2", "--compile.mode",
-                  "off"},
+       .more = {"--parallelism.pipeline_parallel_degree", "2", "--nproc", "2", "--compile.mode",
+                "off"},
        .of_training = true}};
   return kKeys;
 }
@@ -58,12 +58,12 @@ Words words_of(const PathKey& key, const std::string& path, std::mt19937& draw) 
   if (!key.of_training && draw() % 2 == 0) {
     words = draw() % 2 == 0 ? Words{"plan", "sub/run.toml"}
                             : Words{"inspect", "--contract", "sub/run.toml"};
-  } else if (key.paired.empty() && draw() % 3 == 0) {
+  } else if (key.more.empty() && draw() % 3 == 0) {
     words.insert(words.end(), {"--nproc", "2"});
   }
   if (!key.key.starts_with("model.")) words.insert(words.end(), {"--model.path", "model"});
   words.insert(words.end(), {"--" + key.key, path});
-  words.insert(words.end(), key.paired.begin(), key.paired.end());
+  words.insert(words.end(), key.more.begin(), key.more.end());
   return words;
 }
 
@@ -93,8 +93,8 @@ TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneNextToThe
     const std::string said = last_line(outcome.err);
     EXPECT_THAT(said, Says(key.key + ": ", "'" + name + "'", "found no ",
                            "in the working folder '" + folder.path().string() + "'"));
-    const auto paired = Says("next to the config there is 'sub/" + name + "': name that");
-    EXPECT_EQ(::testing::Value(said, paired), is_near) << said;
+    const auto names_it = Says("next to the config there is 'sub/" + name + "': name that");
+    EXPECT_EQ(::testing::Value(said, names_it), is_near) << said;
   }
 }
 

@@ -229,9 +229,9 @@ TEST(HangReport, NamesTheRankThatWentWrongAndItsUnit) {
       }
     }
   };
-  std::thread paired(work);
+  std::thread second(work);
   work();
-  paired.join();
+  second.join();
   std::cout << concat(right, " of ", count, " right (", first,
                       " name the unit first), the slowest ", slowest, " s\n");
   EXPECT_LE(no_hang, count / 10) << "which end by an error of their own";

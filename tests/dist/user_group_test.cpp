@@ -417,7 +417,7 @@ TEST_P_ON_RANKS(Groups, StandAnywhereInAStepOfAModule, count(), backend()) {
   const auto alone = steps(world, [](const char*) {});
   const auto group = data_mesh(world).group("dp_shard");
   int calls = 0;
-  const auto paired = steps(world, [&](const char* where) {
+  const auto among_units = steps(world, [&](const char* where) {
     const double number = ++calls;
     EXPECT_EQ(group.mean(number + world.rank(), where), number + (world.size() - 1) / 2.0);
     const auto large = values(world.rank(), {40000}, at::kFloat);
@@ -428,8 +428,8 @@ TEST_P_ON_RANKS(Groups, StandAnywhereInAStepOfAModule, count(), backend()) {
                           values(world.size() - 1, {40000}, at::kFloat)));
   });
   EXPECT_EQ(calls, 3 * 9);
-  ASSERT_EQ(alone.size(), paired.size());
-  for (std::size_t i = 0; i < alone.size(); ++i) expect_same(paired[i], alone[i]);
+  ASSERT_EQ(alone.size(), among_units.size());
+  for (std::size_t i = 0; i < alone.size(); ++i) expect_same(among_units[i], alone[i]);
 }
 
 // A call before a forward on one rank and after it on the others: an error on all of them, and no

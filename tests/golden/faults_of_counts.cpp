@@ -108,14 +108,14 @@ std::vector<Fault> of_the_auxiliary_loss() {
 std::vector<Fault> faults_of_counts() {
   std::vector<Fault> faults = of_the_auxiliary_loss();
   const Degrees all{.tp = 2, .router = RouterTokens::kAll};
-  const Degrees shared{.shard = 2, .tp = 2, .ep = 2};
+  const Degrees experts_over_tp{.shard = 2, .tp = 2, .ep = 2};
   const std::vector<Fault> of_the_bias{
       {"CountsNotSummedOverTp", "Each tp rank balances by the tokens of its own shards",
-       "torchtitan #4154", kQwen, shared, counts_over_dp_alone(), CaughtBy::kBias,
+       "torchtitan #4154", kQwen, experts_over_tp, counts_over_dp_alone(), CaughtBy::kBias,
        "mlp.expert_bias", Setting::kBalance, true},
       {"StoredBiasByCountsOfOneRank",
        "Each tp rank moves a stored bias by the tokens of its own shards", "torchtitan #4154",
-       kSigmoid, shared, counts_over_dp_alone(), CaughtBy::kBias,
+       kSigmoid, experts_over_tp, counts_over_dp_alone(), CaughtBy::kBias,
        "mlp.gate.e_score_correction_bias", Setting::kBalance, true},
       {"StoredBiasByOwnTokens", "Each data rank moves a stored bias by its own tokens",
        "next to torchtitan #4154", kSigmoid, Degrees{.shard = 2, .ep = 2}, counts_of_one_rank(),

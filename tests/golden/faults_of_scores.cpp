@@ -107,19 +107,19 @@ Changes scores_without_gradient() {
 
 std::vector<Fault> faults_of_scores() {
   const Degrees all{.tp = 2, .router = RouterTokens::kAll};
-  const Degrees shared{.shard = 2, .tp = 2, .ep = 2};
+  const Degrees experts_over_tp{.shard = 2, .tp = 2, .ep = 2};
   const Degrees experts{.shard = 2, .ep = 2};
   return {
       {"StoredBiasInTheWeights", "The bias on the choice of experts counts in their weights, too",
        "vLLM #12002, transformers #41647", kSigmoid, all, bias_in_the_weights(),
        CaughtBy::kGradients, "mlp.experts"},
       {"StoredBiasNotUsed", "The choice of experts goes by the sigmoids alone",
-       "next to vLLM #12002", kSigmoid, shared, bias_of_zeros(), CaughtBy::kGradients,
+       "next to vLLM #12002", kSigmoid, experts_over_tp, bias_of_zeros(), CaughtBy::kGradients,
        "mlp.gate.weight"},
       {"StoredBiasInBFloat16", "A stored bias is kept in bf16", "vLLM #23640, #50761", kSigmoid,
-       shared, bias_in_bfloat16(), CaughtBy::kBias, kStoredBias, Setting::kBalance},
+       experts_over_tp, bias_in_bfloat16(), CaughtBy::kBias, kStoredBias, Setting::kBalance},
       {"StoredBiasIsAParameter", "A stored bias is registered as a parameter, which is trained",
-       "next to Pai-Megatron-Patch #467", kSigmoid, shared, bias_as_parameter(),
+       "next to Pai-Megatron-Patch #467", kSigmoid, experts_over_tp, bias_as_parameter(),
        CaughtBy::kSharding, kStoredBias},
       {"ScoresAfterExperts", "Llama 4's scores multiply what experts give",
        "next to torchtitan #2416", kLlama4, experts, scores_after_experts(), CaughtBy::kGradients,

@@ -94,7 +94,7 @@ bool is_expert_beyond_the_first_of_tp(const RankParts& rank, const ShardView& vi
 
 std::vector<Fault> of_experts() {
   const Degrees experts{.shard = 2, .ep = 2};
-  const Degrees shared{.tp = 2, .ep = 2, .router = RouterTokens::kAll};
+  const Degrees experts_over_tp{.tp = 2, .ep = 2, .router = RouterTokens::kAll};
   const Degrees spread{.shard = 2, .tp = 2, .ep = 2, .etp = 2};
   return {
       {"ExpertsDividedByAnotherFactor",
@@ -119,8 +119,8 @@ std::vector<Fault> of_experts() {
       {"NormWithoutExpertRanks", "The norm leaves out the other ranks' experts",
        "NeMo Automodel #3816", kQwen, experts, only_first_counts("ep"), CaughtBy::kNorm, ""},
       {"NormOfTheFirstTpRanksExperts", "The norm takes experts of the first tp rank alone",
-       "Megatron-LM #5916", kQwen, shared, norm_leaves_out(is_expert_beyond_the_first_of_tp),
-       CaughtBy::kNorm, ""},
+       "Megatron-LM #5916", kQwen, experts_over_tp,
+       norm_leaves_out(is_expert_beyond_the_first_of_tp), CaughtBy::kNorm, ""},
       {"NormWithoutCutExperts", "The norm leaves out what other etp ranks hold of cut experts",
        "Megatron-LM #5916", kQwen, spread, only_first_counts("etp"), CaughtBy::kNorm, ""},
       {"NormWithoutHeads",

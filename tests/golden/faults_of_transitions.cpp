@@ -156,7 +156,7 @@ std::vector<Fault> at_the_boundary() {
 std::vector<Fault> inside_experts() {
   const Degrees whole{.tp = 2, .sequence = false};
   const Degrees all{.tp = 2, .router = RouterTokens::kAll};
-  const Degrees shared{.tp = 2, .ep = 2, .router = RouterTokens::kAll};
+  const Degrees experts_over_tp{.tp = 2, .ep = 2, .router = RouterTokens::kAll};
   const Degrees cut{.tp = 2, .etp = 2};
   const Degrees spread{.shard = 2, .tp = 2, .ep = 2, .etp = 2};
   return {
@@ -197,7 +197,7 @@ std::vector<Fault> inside_experts() {
        CaughtBy::kGradients, "mlp.gate.weight"},
       {"ExpertsCountEveryRankOfTp",
        "Every tp rank sends all tokens to experts, which count them all", "NeMo Automodel #2995",
-       kQwen, shared, forward_of(kSlice, as_it_is), CaughtBy::kTransition,
+       kQwen, experts_over_tp, forward_of(kSlice, as_it_is), CaughtBy::kTransition,
        "tokens of experts: found a part of 48"},
       {"SameTokensFromEveryRank", "Every rank sends the first rank's tokens to experts",
        "next to NeMo Automodel #2995", kQwen, whole,

@@ -111,7 +111,7 @@ std::string other_pairs() {
 
 train::Config config_of(const Case& c) {
   const PipelineCase& of = c.pipeline;
-  auto config = config_for(of.folder, of.paired);
+  auto config = config_for(of.folder, of.degrees);
   config.training.local_batch_size = 1;
   config.training.sync_every_micro_batch = c.variant == Variant::kReducedEach;
   config.training.max_norm = kMaxNorm;
@@ -273,8 +273,8 @@ void add(Tensors& all, const Tensors& more, int stage) {
 
 Run run(const train::Config& config, const Case& c, const train::BatchSource& rows) {
   const auto source = train::open_model(config.model, config.lora);
-  const auto& paired = c.pipeline.paired;
-  const auto count = static_cast<std::size_t>(c.pipeline.stages * paired.ranks());
+  const auto& degrees = c.pipeline.degrees;
+  const auto count = static_cast<std::size_t>(c.pipeline.stages * degrees.ranks());
   const int steps = config.compile.mode == train::CompileChoice::kReplay ? 5 : 3;
   Run run;
   run.steps.resize(static_cast<std::size_t>(steps));
@@ -293,7 +293,7 @@ Run run(const train::Config& config, const Case& c, const train::BatchSource& ro
   test::ranks(static_cast<int>(count)).run([&](World& world) {
     at::set_num_threads(c.threads);
     const auto me = static_cast<std::size_t>(world.rank());
-    const int stage = world.rank() / paired.ranks();
+    const int stage = world.rank() / degrees.ranks();
     Rank rank(config, source, world);
     t_issued = {};
     for (int number = 0; number < steps; ++number) {
@@ -330,7 +330,7 @@ void expect_same_steps(const Run& found, const Run& expected) {
 /// A rank takes part in pairs where its layers have exchanges at all.
 void expect_bits_in_turn(const Case& c) {
   auto config = config_of(c);
-  const int data = c.pipeline.paired.replicate * c.pipeline.paired.shard;
+  const int data = c.pipeline.degrees.replicate * c.pipeline.degrees.shard;
   const DrawnRows rows(spec_of(c.pipeline.folder).vocab_size, data, c.variant == Variant::kPacked);
   const Run found = run(config, c, rows);
   config.pipeline.overlap = pipeline::Overlap::kOff;
@@ -357,7 +357,7 @@ void expect_bits_in_turn(const Case& c) {
 /// The dimensions of a product in addition to plans, dtypes and ways to recompute and to gather.
 struct Product {
   std::vector<std::string> folders;
-  std::vector<Degrees> paired;
+  std::vector<Degrees> degrees;
   std::vector<Variant> variants;
   std::vector<pipeline::Overlap> overlaps;
 
@@ -367,7 +367,7 @@ struct Product {
     return {.pipeline = {.folder = folders[choice[0]],
                          .schedule = plan.kind,
                          .stages = plan.stages,
-                         .paired = paired[choice[1]],
+                         .degrees = degrees[choice[1]],
                          .bfloat16 = choice[3] == 1,
                          .recompute = kModes[choice[4]],
                          .reshard = kReshard[choice[5]]},
@@ -384,7 +384,7 @@ struct Product {
   }
   /// Enough for ./test: more than two ranks of a stage have plain runs alone.
   static bool is_short(const Case& c) {
-    return c.variant == Variant::kPlain || c.pipeline.paired.ranks() == 2;
+    return c.variant == Variant::kPlain || c.pipeline.degrees.ranks() == 2;
   }
 };
 
@@ -396,8 +396,8 @@ std::vector<Case> cases_of(const Product& product) {
   const bool full = test::full_proof();
   const std::size_t folders = product.folders.size();
   const std::vector<std::size_t> sizes{
-      full ? folders : 1, product.paired.size(), std::size(kPlans),       2,
-      std::size(kModes),  std::size(kReshard),   product.variants.size(), product.overlaps.size()};
+      full ? folders : 1, product.degrees.size(), std::size(kPlans),       2,
+      std::size(kModes),  std::size(kReshard),    product.variants.size(), product.overlaps.size()};
   const auto is_case = [&](const test::Choice& choice) { return product.is_case(choice); };
   auto choices = full ? test::product(sizes, is_case) : test::pairwise(sizes, is_case, kSeed);
   if (full) test::shuffle(choices, kSeed);
@@ -421,31 +421,31 @@ void expect_all(const Product& product) {
 }
 
 TEST(Overlap, OfExpertsHasTheBitsOfTheSameScheduleInTurn) {
-  std::vector<Degrees> paired{{.shard = 2, .ep = 2},
-                              {.shard = 4, .ep = 4},
-                              {.tp = 2, .ep = 2},
-                              {.tp = 2, .ep = 2, .sequence = false},
-                              {.shard = 2, .tp = 2, .ep = 2, .etp = 2},
-                              {.replicate = 2, .shard = 2, .ep = 2}};
+  std::vector<Degrees> degrees{{.shard = 2, .ep = 2},
+                               {.shard = 4, .ep = 4},
+                               {.tp = 2, .ep = 2},
+                               {.tp = 2, .ep = 2, .sequence = false},
+                               {.shard = 2, .tp = 2, .ep = 2, .etp = 2},
+                               {.replicate = 2, .shard = 2, .ep = 2}};
   if (test::full_proof()) {
-    paired.push_back({.shard = 2, .tp = 2, .ep = 2});
-    paired.push_back({.shard = 2, .tp = 2, .ep = 2, .sequence = false});
+    degrees.push_back({.shard = 2, .tp = 2, .ep = 2});
+    degrees.push_back({.shard = 2, .tp = 2, .ep = 2, .sequence = false});
   }
   using enum Variant;
   expect_all(
       {{"qwen3-moe-fp32", "gpt-oss-fp32", "mixtral-fp32", "deepseek-v2-fp32", "deepseek-v3-fp32",
         "glm4-moe-fp32", "llama4-text-fp32", "gemma4-fp32", "nemotron-h-fp32", "qwen3-next-fp32"},
-       paired,
+       degrees,
        {kPlain, kAdapters, kPacked, kReplayed, kFrozenFront, kAuxiliary, kReducedEach},
        {pipeline::Overlap::kExperts, pipeline::Overlap::kAll}});
 }
 
 TEST(Overlap, OfTensorParallelHasTheBitsOfTheSameScheduleInTurn) {
-  std::vector<Degrees> paired{{.tp = 2}, {.tp = 2, .sequence = false}};
-  if (test::full_proof()) paired.push_back({.shard = 2, .tp = 2});
+  std::vector<Degrees> degrees{{.tp = 2}, {.tp = 2, .sequence = false}};
+  if (test::full_proof()) degrees.push_back({.shard = 2, .tp = 2});
   using enum Variant;
   expect_all({{"qwen3-fp32", "llama-fp32", "gemma3-text-fp32", "olmo2-fp32"},
-              paired,
+              degrees,
               {kAdapters, kPacked, kReplayed, kFrozenFront, kReducedEach},
               {pipeline::Overlap::kAll}});
 }

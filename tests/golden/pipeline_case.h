@@ -13,8 +13,8 @@ namespace tessera::golden {
 struct PipelineCase {
   std::string folder;
   std::string schedule;
-  int stages = 2;       ///< ranks of axis pp
-  Degrees paired = {};  ///< the other axes
+  int stages = 2;        ///< ranks of axis pp
+  Degrees degrees = {};  ///< of the other axes
   bool bfloat16 = false;
   RecomputeMode recompute = RecomputeMode::kNone;
   train::PipelineReshard reshard = train::PipelineReshard::kStep;
@@ -22,7 +22,7 @@ struct PipelineCase {
 
 inline std::string to_string(const PipelineCase& c) {
   constexpr const char* kRecomputed[] = {"nothing", "layers", "all but weight products"};
-  return concat(c.folder, ", ", c.schedule, " of ", c.stages, " ranks, ", to_string(c.paired),
+  return concat(c.folder, ", ", c.schedule, " of ", c.stages, " ranks, ", to_string(c.degrees),
                 c.bfloat16 ? ", bf16" : ", fp32", ", ", kRecomputed[static_cast<int>(c.recompute)],
                 " recomputed, ",
                 c.reshard == train::PipelineReshard::kStep ? "kept in the step"

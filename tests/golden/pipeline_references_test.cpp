@@ -16,14 +16,14 @@ namespace {
 void expect_transformers(const PipelineCase& c, int micro_batches) {
   SCOPED_TRACE(to_string(c));
   const Reference& reference = Reference::of(c.folder);
-  auto config = config_for(c.folder, c.paired);
+  auto config = config_for(c.folder, c.degrees);
   config.activation_checkpoint.mode = c.recompute;
   config.pipeline.schedule = c.schedule;
   config.pipeline.micro_batches = micro_batches;
   config.pipeline.reshard = c.reshard;
   config.parallelism.pipeline_parallel_degree = c.stages;
   expect_within_bounds(
-      run_gradients(config, with_stages(layout_of(c.paired), c.stages), reference.batches()),
+      run_gradients(config, with_stages(layout_of(c.degrees), c.stages), reference.batches()),
       reference);
 }
 
@@ -80,15 +80,15 @@ PipelineCase later_case(const test::Choice& choice) {
   return {.folder = later_folders()[choice[0]],
           .schedule = later_kinds()[choice[1]],
           .stages = kRanks[choice[2]],
-          .paired = later_degrees()[choice[3]],
+          .degrees = later_degrees()[choice[3]],
           .recompute = kModes[choice[4]],
           .reshard = kReshard[turn % std::size(kReshard)]};
 }
 
 bool is_later_case(const PipelineCase& c) {
-  const bool of_experts = c.paired.ep > 1 || c.paired.etp > 1;
+  const bool of_experts = c.degrees.ep > 1 || c.degrees.etp > 1;
   if (of_experts && experts_of(c.folder) == Experts::kNone) return false;
-  if (heads_of(c.folder) % c.paired.tp != 0) return false;
+  if (heads_of(c.folder) % c.degrees.tp != 0) return false;
   return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= spec_of(c.folder).num_hidden_layers;
 }
 

@@ -41,17 +41,17 @@ namespace {
 const std::string kEightLayers = "qwen3-moe of 8 layers";
 const std::vector<std::string> kUntied{"qwen3-fp32",       "qwen3-moe-fp32", "gpt-oss-fp32",
                                        "deepseek-v2-fp32", "mistral-fp32",   kEightLayers};
-const std::vector<Degrees> kOverlapped{{}, {.shard = 2}, {.shard = 2, .ep = 2}, {.tp = 2}};
+const std::vector<Degrees> kDegrees{{}, {.shard = 2}, {.shard = 2, .ep = 2}, {.tp = 2}};
 constexpr bool kBFloat16[] = {false, true};
 constexpr int kMicroBatches = 8;
 
 std::vector<std::size_t> sizes() {
-  return {kUntied.size(),       kKinds.size(),     std::size(kRanks),  kOverlapped.size(),
+  return {kUntied.size(),       kKinds.size(),     std::size(kRanks),  kDegrees.size(),
           std::size(kBFloat16), std::size(kModes), std::size(kReshard)};
 }
 
 PipelineCase case_of(const test::Choice& choice) {
-  return {kUntied[choice[0]],   kKinds[choice[1]], kRanks[choice[2]],  kOverlapped[choice[3]],
+  return {kUntied[choice[0]],   kKinds[choice[1]], kRanks[choice[2]],  kDegrees[choice[3]],
           kBFloat16[choice[4]], kModes[choice[5]], kReshard[choice[6]]};
 }
 
@@ -61,7 +61,7 @@ bool has_experts(const std::string& folder) {
 
 /// A stage has a layer at least.
 bool is_case(const PipelineCase& c) {
-  if (c.paired.ep > 1 && !has_experts(c.folder)) return false;
+  if (c.degrees.ep > 1 && !has_experts(c.folder)) return false;
   return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= (c.folder == kEightLayers ? 8 : 4);
 }
 
@@ -83,7 +83,7 @@ void set_eight_layers(train::ModelConfig& model) {
 }
 
 train::Config config_of(const PipelineCase& c) {
-  auto config = config_for(c.folder == kEightLayers ? "qwen3-moe-fp32" : c.folder, c.paired);
+  auto config = config_for(c.folder == kEightLayers ? "qwen3-moe-fp32" : c.folder, c.degrees);
   if (c.folder == kEightLayers) set_eight_layers(config.model);
   config.activation_checkpoint.mode = c.recompute;
   if (c.bfloat16) config.precision = {};
@@ -97,12 +97,12 @@ train::Config config_of(const PipelineCase& c) {
 void expect_bits_of_no_pipeline(const PipelineCase& c) {
   auto config = config_of(c);
   const auto spec = train::open_model(config.model).spec;
-  const int data = c.paired.replicate * c.paired.shard;
+  const int data = c.degrees.replicate * c.degrees.shard;
   // The last data rank has a row less, so its last micro-batch has none.
   const std::string batch = batch_file(spec, kMicroBatches * data - 1, 16);
-  const auto expected = run_gradients(config, layout_of(c.paired), batch);
+  const auto expected = run_gradients(config, layout_of(c.degrees), batch);
   config.parallelism.pipeline_parallel_degree = c.stages;
-  const auto found = run_gradients(config, with_stages(layout_of(c.paired), c.stages), batch);
+  const auto found = run_gradients(config, with_stages(layout_of(c.degrees), c.stages), batch);
   expect_same_bits(found, expected);
   std::filesystem::remove(batch);
 }
@@ -158,14 +158,14 @@ constexpr const char* kTiedName = "model.embed_tokens.weight";
 struct TiedCase {
   std::string schedule;
   int stages = 2;  ///< ranks of axis pp: of 4 the two in the middle have no copy
-  Degrees paired;
+  Degrees degrees;
   bool bfloat16 = false;
   train::PipelineReshard reshard = train::PipelineReshard::kStep;
   bool sync_every = false;
 };
 
 std::string to_string(const TiedCase& c) {
-  return concat(c.schedule, " of ", c.stages, " ranks, ", to_string(c.paired),
+  return concat(c.schedule, " of ", c.stages, " ranks, ", to_string(c.degrees),
                 c.bfloat16 ? ", bf16" : ", fp32",
                 c.reshard == train::PipelineReshard::kStep ? "" : ", gathered for each micro-batch",
                 c.sync_every ? ", reduced after each micro-batch" : "");
@@ -189,18 +189,18 @@ void expect_sums_in_another_order(const Tensors& found, const Tensors& expected)
 
 void expect_sums_of_no_pipeline(const TiedCase& c) {
   constexpr int kPieces = 4;
-  auto config = config_for(kTiedFolder, c.paired);
+  auto config = config_for(kTiedFolder, c.degrees);
   if (c.bfloat16) config.precision = {};
   config.training.sync_every_micro_batch = c.sync_every;
   config.pipeline.schedule = c.schedule;
   config.pipeline.micro_batches = kPieces;
   config.pipeline.reshard = c.reshard;
-  const int data = c.paired.replicate * c.paired.shard;
+  const int data = c.degrees.replicate * c.degrees.shard;
   const std::string batch =
       batch_file(train::open_model(config.model).spec, kPieces * data - 1, 16);
-  auto expected = run_gradients(config, layout_of(c.paired), batch);
+  auto expected = run_gradients(config, layout_of(c.degrees), batch);
   config.parallelism.pipeline_parallel_degree = c.stages;
-  auto found = run_gradients(config, with_stages(layout_of(c.paired), c.stages), batch);
+  auto found = run_gradients(config, with_stages(layout_of(c.degrees), c.stages), batch);
   std::filesystem::remove(batch);
   if (c.sync_every && c.schedule != "1F1B") {
     // The gradients left by an I are issued with an earlier micro-batch (docs/pipeline.md).
@@ -389,17 +389,17 @@ TEST(PipelineOfTraining, ClippedStepsHaveTheBitsOfNoPipeline) {
 TEST(PipelineOfTraining, TiedEndsStayAlikeAndCountOnce) {
   constexpr int kSteps = 6;
   for (const std::string schedule : {"1F1B", "ZB1P"}) {
-    for (const Degrees& paired : {Degrees{}, Degrees{.shard = 2}, Degrees{.replicate = 2}}) {
-      SCOPED_TRACE(concat(schedule, ", ", to_string(paired)));
+    for (const Degrees& degrees : {Degrees{}, Degrees{.shard = 2}, Degrees{.replicate = 2}}) {
+      SCOPED_TRACE(concat(schedule, ", ", to_string(degrees)));
       auto config = clipped_training(kTiedFolder, kSteps);
-      train::set_parallelism(config, paired);
+      train::set_parallelism(config, degrees);
       config.pipeline.schedule = schedule;
       // Each data rank has a micro-batch for each stage.
       const std::string batch = batch_file(train::open_model(config.model).spec, 4, 24);
       config.data.path = {batch};
-      const auto expected = run_training(config, layout_of(paired), {kSteps});
+      const auto expected = run_training(config, layout_of(degrees), {kSteps});
       config.parallelism.pipeline_parallel_degree = 2;
-      const auto found = run_training(config, with_stages(layout_of(paired), 2), {kSteps});
+      const auto found = run_training(config, with_stages(layout_of(degrees), 2), {kSteps});
       std::filesystem::remove(batch);
       expect_clipped(expected, config.training.max_norm);
       ASSERT_EQ(found.norms.size(), static_cast<std::size_t>(kSteps));

@@ -24,7 +24,7 @@ constexpr Trained kTrained[] = {Trained::kFloat32, Trained::kBFloat16, Trained::
                                 Trained::kAdapters};
 
 const std::vector<std::string> kReplayed{"qwen3-fp32", "qwen3-moe-mixed", "deepseek-v2-mixed"};
-const std::vector<Degrees> kOverlapped{{}, {.shard = 2}, {.shard = 2, .ep = 2}, {.tp = 2}};
+const std::vector<Degrees> kDegrees{{}, {.shard = 2}, {.shard = 2, .ep = 2}, {.tp = 2}};
 
 struct Case {
   PipelineCase pipeline;
@@ -42,7 +42,7 @@ Case case_of(const test::Choice& choice) {
   const std::size_t turn = choice[0] + choice[1] + choice[2] + choice[3] + choice[4];
   Case c{.pipeline = {.folder = kReplayed[choice[0]],
                       .schedule = kKinds[choice[4]],
-                      .paired = kOverlapped[choice[1]],
+                      .degrees = kDegrees[choice[1]],
                       .recompute = kModes[choice[3]],
                       .reshard = kReshard[turn % std::size(kReshard)]},
          .trained = kTrained[choice[2]]};
@@ -54,11 +54,11 @@ Case case_of(const test::Choice& choice) {
 const std::vector<Case>& all_cases() {
   constexpr std::uint32_t kSeed = 8;
   const auto is_case = [](const test::Choice& choice) {
-    return kOverlapped[choice[1]].ep == 1 || experts_of(kReplayed[choice[0]]) == Experts::kSome;
+    return kDegrees[choice[1]].ep == 1 || experts_of(kReplayed[choice[0]]) == Experts::kSome;
   };
   static const auto all = [&] {
     const bool full = test::full_proof();
-    auto choices = test::cases({kReplayed.size(), kOverlapped.size(), std::size(kTrained),
+    auto choices = test::cases({kReplayed.size(), kDegrees.size(), std::size(kTrained),
                                 std::size(kModes), full ? kKinds.size() : 1},
                                is_case, kSeed);
     std::vector<Case> cases;
@@ -79,7 +79,7 @@ train::Config config_of(const Case& c) {
   const auto& of = c.pipeline;
   auto config = training_config(Reference::of(of.folder), OptimizerKind::kAdamW,
                                 {.micro_batches = MicroBatches::kOneRow});
-  train::set_parallelism(config, of.paired);
+  train::set_parallelism(config, of.degrees);
   config.parallelism.pipeline_parallel_degree = of.stages;
   config.pipeline.schedule = of.schedule;
   config.pipeline.reshard = of.reshard;
@@ -105,12 +105,12 @@ train::Config config_of(const Case& c) {
 
 void expect_replayed_alike(const Case& c) {
   auto config = config_of(c);
-  const auto& paired = c.pipeline.paired;
+  const auto& degrees = c.pipeline.degrees;
   // DualPipeV takes twice as many micro-batches as stages.
-  const int data = paired.replicate * paired.shard;
+  const int data = degrees.replicate * degrees.shard;
   const auto batch = batch_file(spec_of(c.pipeline.folder), 4 * data, 16);
   config.data.path = {batch};
-  const Layout layout = with_stages(layout_of(paired), c.pipeline.stages);
+  const Layout layout = with_stages(layout_of(degrees), c.pipeline.stages);
   const auto expected = run_training(config, layout, {kSteps});
   config.compile.mode = train::CompileChoice::kReplay;
   const auto found = run_training(config, layout, {kSteps});

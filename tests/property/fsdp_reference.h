@@ -91,9 +91,9 @@ class Reference {
     const at::NoGradGuard no_grad;
     for (std::size_t p = 0; p < masters_.size(); ++p) {
       if (!gradients_[p].defined()) continue;
-      const bool paired = !masters_[p].is_same(shards_[p]);
-      masters_[p].add_(paired ? gradients_[p].to(at::kFloat) : gradients_[p], -kLr);
-      if (paired) shards_[p].copy_(rounded_to_shard(p));
+      const bool has_master = !masters_[p].is_same(shards_[p]);
+      masters_[p].add_(has_master ? gradients_[p].to(at::kFloat) : gradients_[p], -kLr);
+      if (has_master) shards_[p].copy_(rounded_to_shard(p));
     }
   }
 
@@ -113,8 +113,8 @@ class Reference {
   void make_masters() {
     for (std::size_t p = 0; p < shards_.size(); ++p) {
       const auto master = contracts_[p].master;
-      const bool paired = master == Master::kRemainder || master == Master::kCopy;
-      if (paired && !case_.steps_by_hand && masters_[p].is_same(shards_[p]))
+      const bool has_master = master == Master::kRemainder || master == Master::kCopy;
+      if (has_master && !case_.steps_by_hand && masters_[p].is_same(shards_[p]))
         masters_[p] = shards_[p].to(at::kFloat);
     }
   }

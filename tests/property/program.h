@@ -111,7 +111,7 @@ struct ProgramChild {
   bool unit = false;                             ///< a handle of its own
   RecomputeMode outside = RecomputeMode::kNone;  ///< of the call
   bool detached = false;                         ///< its input needs no gradient
-  bool paired = false;                           ///< its result is the model's second one
+  bool is_second = false;                        ///< its result is the model's second one
   bool residual = true;
   int repeats = 1;
 };
@@ -285,7 +285,7 @@ struct Program {
   }
   bool has_second_result() const {
     for (const auto& child : nodes[0].children) {
-      if (child.paired) return true;
+      if (child.is_second) return true;
     }
     return false;
   }

@@ -96,7 +96,7 @@ class ProgramDraw {
       child.unit = !draw_.one_in(5);
       child.outside = draw_mode(5);
       child.detached = may(Feature::kDetached, 6);
-      child.paired =
+      child.is_second =
           may(Feature::kPartial, 4) && parent == 0 && !child.detached && !has_second_result();
       child.residual = !draw_.one_in(3);
       child.repeats = draw_.one_in(6) ? 2 : 1;
@@ -289,7 +289,7 @@ class ProgramDraw {
       op.node = 1 + below(program_.nodes.size() - 1);
       op.rank = draw_rank();
     }
-    if (op.node >= 0 && program_.call_of(static_cast<std::size_t>(op.node))->paired)
+    if (op.node >= 0 && program_.call_of(static_cast<std::size_t>(op.node))->is_second)
       op.node = op.rank = -1;
   }
   void fill_backward(Op& op) {

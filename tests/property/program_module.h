@@ -61,10 +61,10 @@ class ProgramCell : public torch::nn::Module {
     return results[1].defined() ? results[0] + results[1] * 0.5 : results[0];
   }
 
-  /// The second is undefined without a paired child.
+  /// The second is undefined where no child gives it.
   std::vector<at::Tensor> run(const at::Tensor& x) {
     auto y = checkpointed(node().inside, [this](const at::Tensor& in) { return body(in); }, x);
-    at::Tensor paired;
+    at::Tensor second;
     for (std::size_t i = 0; i < node().children.size(); ++i) {
       const auto& child = node().children[i];
       auto z = child.detached ? y.detach() : y;
@@ -78,13 +78,13 @@ class ProgramCell : public torch::nn::Module {
       }
       if (tensors_->call.drops == static_cast<int>(child.node)) continue;
       z = z.to(y.scalar_type());
-      if (child.paired) {
-        paired = z * 0.75;
+      if (child.is_second) {
+        second = z * 0.75;
       } else {
         y = child.residual || child.detached ? y + z * 0.5 : z;
       }
     }
-    return {y, paired};
+    return {y, second};
   }
 
   std::vector<std::shared_ptr<ProgramCell>> plain;

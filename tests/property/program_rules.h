@@ -193,7 +193,7 @@ class ProgramRules {
   }
   bool drops(const Op& op) const {
     return is_node(op.node) && op.rank < program_.ranks && program_.call_of(node(op)) != nullptr &&
-           !program_.call_of(node(op))->paired;
+           !program_.call_of(node(op))->is_second;
   }
   bool lives(int result) const { return kept_.count(result) > 0 && kept_.at(result).alive; }
   bool may_continue(const Op& op) const {

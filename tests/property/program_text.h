@@ -31,7 +31,7 @@ inline std::string describe_model(const Program& p) {
                      child.outside == RecomputeMode::kNone
                          ? ""
                          : concat(" in a ", recompute_text(child.outside)),
-                     child.detached ? " detached" : "", child.paired ? " paired" : "",
+                     child.detached ? " detached" : "", child.is_second ? " second" : "",
                      child.residual ? "" : " in a row", child.repeats > 1 ? " twice" : "");
     }
     text += "\n";

@@ -75,7 +75,7 @@ struct Sides : torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& z) {
     const at::Tensor x = in_front ? MayWait::apply(z, c) : z;
-    if (!paired) return MayWait::apply(x, a) + at::relu(x * b);
+    if (!two_streams) return MayWait::apply(x, a) + at::relu(x * b);
     const Stream here = Stream::current(x.device());
     follow(side, here);
     at::Tensor other;
@@ -92,7 +92,7 @@ struct Sides : torch::nn::Module {
   }
 
   at::Tensor a, b, c;
-  bool paired = false;
+  bool two_streams = false;
   bool in_front = false;
   bool apart = false;   ///< no gathers order the streams in backward
   bool direct = false;  ///< products on `side` are written into slots, too
@@ -127,15 +127,15 @@ struct Case {
   std::string name;
   int ranks = 2;
   int replicas = 1;
-  bool paired = false;      ///< parts of each unit on a stream of their own
-  bool in_front = false;    ///< and one in front of these
-  bool alternates = false;  ///< every other micro-batch on a stream of its own
-  bool keeps = false;       ///< units stay unsharded after backward
-  bool stays = false;       ///< and after forward
-  bool at_last = false;     ///< micro-batches are reduced together
-  bool in_flight = false;   ///< they are reduced each, and waited for at the last
-  bool defers = false;      ///< weight gradients are formed on another stream
-  bool direct = false;      ///< no gradient comes but by a product that is written into its slot
+  bool two_streams = false;  ///< parts of each unit on a stream of their own
+  bool in_front = false;     ///< and one in front of these
+  bool alternates = false;   ///< every other micro-batch on a stream of its own
+  bool keeps = false;        ///< units stay unsharded after backward
+  bool stays = false;        ///< and after forward
+  bool at_last = false;      ///< micro-batches are reduced together
+  bool in_flight = false;    ///< they are reduced each, and waited for at the last
+  bool defers = false;       ///< weight gradients are formed on another stream
+  bool direct = false;       ///< no gradient comes but by a product that is written into its slot
   PrecisionPolicy policy = {};
 };
 
@@ -148,7 +148,7 @@ std::vector<at::Tensor> results_of(World& world, const Case& c) {
   if (c.stays) handle.set_reshard_after_forward(false);
   tower->direct = c.direct;
   for (const auto& sides : tower->sides) {
-    sides->paired = c.paired;
+    sides->two_streams = c.two_streams;
     sides->in_front = c.in_front;
     sides->apart = c.in_front || c.stays;
     sides->direct = c.direct;
@@ -221,22 +221,25 @@ std::vector<Case> cases() {
         change(c);
         all.push_back(c);
       };
-      add("parts on two streams", [](Case& c) { c.paired = true; });
+      add("parts on two streams", [](Case& c) { c.two_streams = true; });
       add("micro-batches", [](Case& c) { c.alternates = true; });
       add("micro-batches, kept", [](Case& c) { c.alternates = c.keeps = true; });
-      add("both, reduced at last", [](Case& c) { c.paired = c.alternates = c.at_last = true; });
-      add("a part in front, parts on two streams", [](Case& c) { c.in_front = c.paired = true; });
+      add("both, reduced at last",
+          [](Case& c) { c.two_streams = c.alternates = c.at_last = true; });
+      add("a part in front, parts on two streams",
+          [](Case& c) { c.in_front = c.two_streams = true; });
       // A gather, or memory that is returned, would order the streams.
       add("both, never resharded, reduced at last",
-          [](Case& c) { c.paired = c.alternates = c.stays = c.at_last = true; });
-      add("both, in flight", [](Case& c) { c.paired = c.alternates = c.in_flight = true; });
-      add("deferred", [](Case& c) { c.paired = c.defers = true; });
+          [](Case& c) { c.two_streams = c.alternates = c.stays = c.at_last = true; });
+      add("both, in flight", [](Case& c) { c.two_streams = c.alternates = c.in_flight = true; });
+      add("deferred", [](Case& c) { c.two_streams = c.defers = true; });
       add("deferred micro-batches", [](Case& c) { c.alternates = c.defers = true; });
-      add("direct", [](Case& c) { c.paired = c.direct = true; });
-      add("direct micro-batches", [](Case& c) { c.paired = c.direct = c.alternates = true; });
+      add("direct", [](Case& c) { c.two_streams = c.direct = true; });
+      add("direct micro-batches", [](Case& c) { c.two_streams = c.direct = c.alternates = true; });
       // Kept: memory that a backward returns would be taken for slots, ordered after all that it
       // did.
-      add("direct, deferred", [](Case& c) { c.paired = c.direct = c.defers = c.keeps = true; });
+      add("direct, deferred",
+          [](Case& c) { c.two_streams = c.direct = c.defers = c.keeps = true; });
     }
   }
   return all;

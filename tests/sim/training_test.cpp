@@ -106,12 +106,12 @@ TEST(Training, HasTheBitsOfTheCpu) {
     expect_same(train(model, device(0)), expected, "autograd's own threads");
     const OwnBackward own;
     expect_same(train(model, device(1)), expected, "on this thread");
-    const Tensors paired = run_on(new_stream(2), [&] {
+    const Tensors aside = run_on(new_stream(2), [&] {
       Tensors results = train(model, device(2));
       for (at::Tensor& result : results) result = result.cpu();
       return results;
     });
-    expect_same(paired, expected, "on a side stream");
+    expect_same(aside, expected, "on a side stream");
   }
 }
 
