@@ -82,8 +82,9 @@ struct WorldOptions {
 /// The ranks of a run.
 ///
 /// Which errors end a process: an exception of a call does not. It can be caught on every rank, and
-/// recover() makes the World usable again, over every backend, even where ranks make different
-/// calls, in another order or not at all. But in a process that World::connect() or launch() made,
+/// recover() makes the World usable again, over every backend but NCCL, even where ranks make
+/// different calls, in another order or not at all. But in a process that World::connect() or
+/// launch() made,
 /// the failure watch ends the process, with exit code 1 and the reason on stderr, where no call can
 /// throw in time:
 /// - another rank is lost (killed, stopped, without a sign of life for 6 s, or the store went with
