@@ -144,9 +144,9 @@ inline std::string told_by(World& world, const Group& group, const std::vector<D
 }
 
 /// Runs drawn programs, of which one rank has a different one: every rank gets an error of kComm
-/// that names the calls, recovers, and `resumes` works. With four ranks each group is a pair.
+/// that names the calls, recovers, and runs `after_recovery`. With four ranks each group is a pair.
 inline void catch_disagreements(World& world, unsigned seed, int programs,
-                                const std::function<void(World&)>& resumes) {
+                                const std::function<void(World&)>& after_recovery) {
   const bool pairs = world.size() == 4;
   const Group group =
       pairs ? world.mesh(MeshShape::dense(1, 2, 2, 1, 1)).group("dp_shard") : world.group();
@@ -161,7 +161,7 @@ inline void catch_disagreements(World& world, unsigned seed, int programs,
                           told.find("ranks wait for each other") != std::string::npos,
                       "program ", i, ": found '", told, "', expected what the ranks have called");
     world.recover();
-    resumes(world);
+    after_recovery(world);
   }
 }
 
