@@ -72,6 +72,9 @@ struct MoeNames {
   /// transformers' experts do not say that their matrices are [in, out], so that peft takes them
   /// for [out, in]: its A is of the outputs, its B of the inputs.
   bool peft_swaps_factors = false;
+  /// peft maps target_modules that end in gate_proj, up_proj or down_proj to the routed experts, be
+  /// it those of a shared expert or of a dense MLP.
+  bool peft_takes_mlp_for_experts = false;
 };
 
 /// A config.json whose text_config is the family's own.

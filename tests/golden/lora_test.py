@@ -214,6 +214,25 @@ class Lora(unittest.TestCase):
                 self.expect_experts_as_peft(name, (f"experts.{first}", "experts.down_proj", "o_proj"),
                                             layouts if FULL else (layouts[number % len(layouts)],))
 
+    def test_adapters_of_shared_experts_and_dense_mlps_stay_theirs_in_peft(self):
+        """peft maps target_modules of these names to the routed experts of these families."""
+        cases = (("qwen3-next-fp32", ("shared_expert.*_proj", "experts.*", "q_proj")),
+                 ("deepseek-v3-fp32", ("layers.0.mlp.*_proj", "layers.1.*.shared_experts.down_proj", "o_proj")),
+                 ("glm4-moe-fp32", ("gate_proj",)), ("deepseek-v2-fp32", ("up_proj", "experts.down_proj")),
+                 ("kimi-k2-fp32", ("shared_experts.*", "mlp.down_proj")))
+        for name, targets in cases if FULL else cases[:2]:
+            with self.subTest(name):
+                self.expect_experts_as_peft(name, targets, ((),))
+
+    def test_dropout_of_shared_experts_is_refused_by_convert_before_it_writes(self):
+        name = "qwen3-next-fp32"
+        checkpoint = self.train(DATA / name, "--lora.dropout", 0.1, targets=("shared_expert.up_proj",), data=name)
+        said = self.run_tessera("convert", checkpoint, "adapter", code=2)
+        self.assertIn("found lora.dropout 0.1 with an adapter in model.layers.0.mlp.shared_expert.up_proj of a "
+                      "qwen3_next model", said)
+        self.assertIn("--merged", said)
+        self.assertFalse((self.folder / "adapter").exists())
+
     def test_adapters_of_some_experts_alone(self):
         adapter = self.expect_experts_as_peft(
             "mixtral-fp32", ("layers.1.*.experts.gate_up_proj", "layers.2.*.experts.*"), ((),))

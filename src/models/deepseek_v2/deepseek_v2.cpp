@@ -59,6 +59,7 @@ const FamilyTraits& deepseek_v2_traits() {
       })),
       .read = read_deepseek_v2,
       .router_module = "gate",
+      .moe_names = {.peft_takes_mlp_for_experts = true},
   };
   return traits;
 }

@@ -74,6 +74,7 @@ const FamilyTraits& deepseek_v3_traits() {
       .read = read_deepseek_v3,
       .read_prediction_layers = read_prediction_layers,
       .router_module = "gate",
+      .moe_names = {.peft_takes_mlp_for_experts = true},
       .pins = sigmoid_router_pins(),
   };
   return traits;

@@ -57,6 +57,7 @@ const FamilyTraits& glm4_moe_traits() {
       .read = read_glm4_moe,
       .read_prediction_layers = read_prediction_layers,
       .router_module = "gate",
+      .moe_names = {.peft_takes_mlp_for_experts = true},
       .pins = sigmoid_router_pins(),
       .output_bias = false,
   };

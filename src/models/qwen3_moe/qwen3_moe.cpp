@@ -19,6 +19,7 @@ const FamilyTraits& qwen3_moe_traits() {
       .rows = decoder_rows(qwen_expert_rows()),
       .read = read_expert_counts,
       .router_module = "gate",
+      .moe_names = {.peft_takes_mlp_for_experts = true},
       .qk_norm = true,
   };
   return traits;

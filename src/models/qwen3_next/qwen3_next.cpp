@@ -41,6 +41,7 @@ const FamilyTraits& qwen3_next_traits() {
       .module_name = without_prediction,
       .router_module = "gate",
       .shared_module = "shared_expert",
+      .moe_names = {.peft_takes_mlp_for_experts = true},
       .pins = delta_net_pins(),
       .norm_adds_one = true,
       .norm_rounds_once = true,

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -216,12 +217,21 @@ std::string in_transformers(const models::ModelSpec& spec, const std::string& na
   return result;
 }
 
+/// Whether peft would put the adapter of this module, listed among target_modules, on the routed
+/// experts. Listed as a parameter it stays where it is, with the same names and shapes in the file.
+bool is_taken_for_experts(const ModelSource& source, const std::string& layer) {
+  constexpr std::array<std::string_view, 3> kNames{"gate_proj", "up_proj", "down_proj"};
+  return models::traits(source.spec.family).moe_names.peft_takes_mlp_for_experts &&
+         !models::is_of_experts(layer) &&
+         std::ranges::find(kNames, last_component(layer)) != kNames.end();
+}
+
 /// Modules that have an adapter. peft matches whole names or their last components: the short form
 /// where it means the same.
 std::vector<std::string> target_modules(const ModelSource& source) {
   std::set<std::string> adapted, endings;
   for (const std::string& layer : source.lora.layers) {
-    if (models::is_of_experts(layer)) continue;
+    if (models::is_of_experts(layer) || is_taken_for_experts(source, layer)) continue;
     adapted.insert(in_transformers(source.spec, layer));
     endings.insert(last_component(layer));
   }
@@ -235,8 +245,8 @@ std::vector<std::string> target_modules(const ModelSource& source) {
   return {endings.begin(), endings.end()};
 }
 
-/// Parameters that have an adapter, by the end of their names where that means the same.
-std::vector<std::string> target_parameters(const ModelSource& source) {
+/// Products of experts that have an adapter, by the end of their names where that means the same.
+std::vector<std::string> adapted_products(const ModelSource& source) {
   std::set<std::string> adapted, endings;
   for (const std::string& layer : source.lora.layers) {
     if (!models::is_of_experts(layer)) continue;
@@ -251,6 +261,22 @@ std::vector<std::string> target_parameters(const ModelSource& source) {
     }
   }
   return {endings.begin(), endings.end()};
+}
+
+/// Errors: kUsage where peft would refuse the file: its adapters of parameters have no dropout.
+std::vector<std::string> target_parameters(const ModelSource& source) {
+  std::vector<std::string> names = adapted_products(source);
+  for (const std::string& layer : source.lora.layers) {
+    if (!is_taken_for_experts(source, layer)) continue;
+    TESSERA_CHECK(source.lora.dropout == 0.0, ErrorKind::kUsage, "convert: found lora.dropout ",
+                  source.lora.dropout, " with an adapter in ", layer, " of a ",
+                  models::traits(source.spec.family).model_type,
+                  " model, expected 0: peft takes target_modules of that name for the routed "
+                  "experts, and has no dropout where it is listed among target_parameters; write "
+                  "the whole model with --merged");
+    names.push_back(concat(in_transformers(source.spec, layer), ".weight"));
+  }
+  return names;
 }
 
 /// peft's own field is an integer.
