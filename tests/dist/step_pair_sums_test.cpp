@@ -193,8 +193,8 @@ std::string said_in_turn(int count, Recomputes recomputes,
 }
 
 void expect_once(const std::string& said, const std::string& why) {
-  EXPECT_THAT(said, Says(concat("StepScope::run_pair: found that ", why),
-                         "run one after the other"));
+  EXPECT_THAT(said,
+              Says(concat("StepScope::run_pair: found that ", why), "run one after the other"));
   EXPECT_EQ(said.find("run_pair"), said.rfind("run_pair")) << said;
 }
 
