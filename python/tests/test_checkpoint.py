@@ -91,7 +91,7 @@ class TestCheckpoints:
         assert pathlib.Path(found.path) == folder / "second" / "step-3"
         advance(world, other, continued, plain, optimizers)
 
-    def test_the_learning_rate_goes_on(self, world: Any, folder: pathlib.Path) -> None:
+    def test_the_learning_rate_continues(self, world: Any, folder: pathlib.Path) -> None:
         """What a scheduler has made of the rate is saved, and its own state resumes from there: the run that resumed
         and the one that was loaded step alike."""
 

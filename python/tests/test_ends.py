@@ -236,7 +236,7 @@ def test_ctrl_c_is_seen_in_waits_and_the_world_recovers(jobs: Jobs) -> None:
     assert all(job.has(rank, "done") for rank in (0, 1)), job.shown()
 
 
-def test_ctrl_c_that_nobody_catches_ends_all(jobs: Jobs) -> None:
+def test_ctrl_c_that_is_not_caught_ends_all(jobs: Jobs) -> None:
     """KeyboardInterrupt is an exception as others are: rank 0 has its name."""
     job = jobs.ended("interrupted_to_its_end")
     assert job.codes[1] in (-2, 1, 130), job.shown()

@@ -48,7 +48,7 @@ def test_mixed_dtypes_has_the_bits_of_the_plain_model() -> None:
     assert len(re.findall(r"^epoch \d  loss 0\.\d+", printed, re.MULTILINE)) == 2
 
 
-def test_finetune_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path: pathlib.Path) -> None:
+def test_finetune_resumes_on_another_number_of_ranks(tmp_path: pathlib.Path) -> None:
     """Two ranks train and save, one resumes where they stopped, and transformers reads the model that it exports."""
     pytest.importorskip("transformers")
     small = ["--rows", "2", "--sequence", "32", "--steps", "10", "--checkpoint", str(tmp_path / "saved")]

@@ -82,7 +82,7 @@ class KilledAgain {
 
 // 16 times everything is killed, 8 times one rank, from the start of the processes into the steps
 // and the writing, however long that takes here. Two runs at a time: half of it is waiting.
-TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
+TEST(KilledRun, ResumesWithTheBitsOfTheUndisturbedRun) {
   const int kills = test::full_proof() ? 300 : 12;  // of each
   const SmallRun folder;
   const auto begin = std::chrono::steady_clock::now();
@@ -101,7 +101,7 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
       << "most moments were in the steps";
 }
 
-TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
+TEST(AskedToStop, SavesTheStepAndResumesLaterWithTheSameBits) {
   const SmallRun folder;
   struct Case {
     int signal;

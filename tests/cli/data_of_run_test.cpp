@@ -252,7 +252,7 @@ TEST_F(DataOfRun, ARunWithoutALabelIsRefused) {
 
 // Shards of llm.c and text, mixed 3 to 1: the same rows on one rank, on two, and after a resumption
 // on another number.
-TEST_F(DataOfRun, SeveralSourcesAreDrawnTheSameWhateverRunsThem) {
+TEST_F(DataOfRun, SeveralSourcesAreDrawnTheSameForAnyReader) {
   std::vector<std::int32_t> header(256, 0);
   header[0] = 20240520;
   header[1] = 1;
@@ -486,7 +486,7 @@ TEST_F(DataOfRun, PackedDocumentsTrainAsTheyDoAlone) {
   EXPECT_GT(std::abs(values(folder_ / "stream", "loss")[3] - alone[3]), 1e-3);
 }
 
-TEST_F(DataOfRun, PackedRowsGoOnAfterAResumptionOnOtherRanks) {
+TEST_F(DataOfRun, PackedRowsContinueAfterAResumptionOnOtherRanks) {
   write_documents(folder_, 21);  // the last row is half empty
   const Words common{"--data.path",
                      "talks.bin",
@@ -518,7 +518,7 @@ TEST_F(DataOfRun, PackedRowsGoOnAfterAResumptionOnOtherRanks) {
               Says("data.packing: found 'stream', expected 'documents' of the checkpoint"));
 }
 
-TEST_F(DataOfRun, AChangedWeightIsNamedWhereARunGoesOn) {
+TEST_F(DataOfRun, AChangedWeightIsNamedWhereARunContinues) {
   write_tokens("a", 170, 1);
   write_tokens("b", 340, 3);
   const auto with = [](const std::string& weight, const std::string& steps) {

@@ -99,7 +99,7 @@ void expect_all_gone(const std::map<int, pid_t>& ranks) {
 
 std::string name_of_rank(const Case& one) { return "rank " + std::to_string(one.rank); }
 
-TEST(LostRank, KilledAtARandomMomentIsNamedAndNobodyStays) {
+TEST(LostRank, KilledAtARandomMomentIsNamedAndNoRankStays) {
   run_side_by_side(random_cases(20), 3, [](const Case& one, const TemporaryFolder& folder) {
     Process run(folder.path(), endless_training(mode_of(one.number)));
     const auto ranks = run.wait_for_ranks(kRanks);
@@ -112,7 +112,7 @@ TEST(LostRank, KilledAtARandomMomentIsNamedAndNobodyStays) {
   });
 }
 
-TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
+TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNoRankStays) {
   run_side_by_side(random_cases(3), 3, [](const Case& one, const TemporaryFolder& folder) {
     const Variables failing{{"LD_PRELOAD", TESSERA_FAILING_ALLOCATOR},
                             {"TESSERA_TEST_FAIL_RANK", std::to_string(one.rank)},
@@ -151,7 +151,7 @@ TEST(LostRank, AFileThatIsCutShortWhileItIsReadIsNamed) {
   expect_all_gone(ranks);
 }
 
-TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
+TEST(LostRank, StalledAtARandomMomentIsNamedAndNoRankStaysAfterTheTimeout) {
   run_side_by_side(random_cases(7), 5, [](const Case& one, const TemporaryFolder& folder) {
     Process run(folder.path(), endless_training(mode_of(one.number)));
     const auto ranks = run.wait_for_ranks(kRanks);

@@ -106,7 +106,7 @@ TEST_F(MuonRun, LossesAreThoseOfOneRankUnderEveryLayout) {
   for (const auto& [run, words] : layouts) expect_alike(losses(run, words), expected, run);
 }
 
-TEST_F(MuonRun, GoesOnUnderAnotherLayout) {
+TEST_F(MuonRun, ContinuesUnderAnotherLayout) {
   const auto expected = losses("whole", {});
   Words half = kExperts;
   half.insert(half.end(), {"--training.steps", "2"});
@@ -192,7 +192,7 @@ TEST_F(MuonRun, AResumedRunStepsFusedWeightsAsItsCheckpointDoes) {
 }
 
 // Before there was a choice each tensor of the files was one matrix.
-TEST_F(MuonRun, ACheckpointThatDoesNotSayItGoesOnInTheOldWay) {
+TEST_F(MuonRun, ACheckpointThatDoesNotSayItContinuesInTheOldWay) {
   for (const std::string model : {"gpt-oss-fp32", "qwen3-moe-fp32"}) {
     write_config("apart.toml", model, "");
     write_config("one.toml", model, kAsOne);

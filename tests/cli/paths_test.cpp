@@ -103,7 +103,7 @@ TEST_F(RunAsModel, BeginsARunWhichKeepsTheCheckpointThatItTook) {
 
 // Adapters belong to the model that they were trained with, however far its own run has come
 // since. Naive: RUN is looked up again, and the run is refused with "set it back".
-TEST_F(RunAsModel, OfARunThatGoesOnIsTheCheckpointThatItBeganWith) {
+TEST_F(RunAsModel, OfARunThatContinuesIsTheCheckpointThatItBeganWith) {
   std::string config = read_file(folder_ / "run.toml");
   config.replace(config.find("config = \"model.json\""), 21, "path = \"run\"");
   folder_.write("adapters.toml", config);

@@ -128,7 +128,7 @@ void expect_goes_on_without(const TemporaryFolder& folder, std::int64_t saved) {
   EXPECT_TRUE(weights(folder, "run", saved + 2) == weights(folder, "whole", saved + 2));
 }
 
-TEST(LostStage, KilledInItsStepsIsNamedNobodyStaysAndTheRunGoesOnWithout) {
+TEST(LostStage, KilledInItsStepsIsNamedNoRankStaysAndTheRunContinuesWithout) {
   const auto cases = random_cases(18, 3);
   std::size_t named = 0;
   for (const Case& one : cases) {
@@ -155,7 +155,7 @@ TEST(LostStage, KilledInItsStepsIsNamedNobodyStaysAndTheRunGoesOnWithout) {
   EXPECT_GE(named, cases.size() / 2) << "most moments are in a slot";
 }
 
-TEST(LostStage, StoppedInItsStepsIsNamedAndNobodyStaysAfterTheTimeout) {
+TEST(LostStage, StoppedInItsStepsIsNamedAndNoRankStaysAfterTheTimeout) {
   const auto cases = random_cases(19, 2);
   std::size_t named = 0;
   for (const Case& one : cases) {
@@ -173,7 +173,7 @@ TEST(LostStage, StoppedInItsStepsIsNamedAndNobodyStaysAfterTheTimeout) {
 }
 
 // As memory that runs out in a slot.
-TEST(LostStage, ThatThrowsIsNamedWithItsSlotAndNobodyStays) {
+TEST(LostStage, ThatThrowsIsNamedWithItsSlotAndNoRankStays) {
   const auto cases = random_cases(20, 2);
   std::size_t named = 0;
   for (Case one : cases) {
@@ -196,7 +196,7 @@ TEST(LostStage, ThatThrowsIsNamedWithItsSlotAndNobodyStays) {
   EXPECT_GE(named, cases.size() / 2) << "most moments are in a slot";
 }
 
-TEST(StagesAskedToStop, SaveTheSameStepAndGoOnWithout) {
+TEST(StagesAskedToStop, SaveTheSameStepAndResumeWithout) {
   for (const Case& one : {Case{0, 2, "ZBV", 1}, Case{1, 4, "1F1B", 2}}) {
     SCOPED_TRACE(to_string(one));
     Victim asked(one);

@@ -269,7 +269,7 @@ class ResumedPipeline : public PipelineRun {
   }
 };
 
-TEST_F(ResumedPipeline, GoesOnWithOtherNumbersOfStagesBitForBit) {
+TEST_F(ResumedPipeline, ResumesWithOtherNumbersOfStagesBitForBit) {
   ASSERT_NO_FATAL_FAILURE(resume("whole", 1, "", 0, 4));
   ASSERT_NO_FATAL_FAILURE(resume("moved", 2, "ZBV", 0, 1));
   EXPECT_TRUE(weights("moved", 1) == weights("whole", 1));

@@ -133,7 +133,7 @@ bool speaks_of_seconds(const std::string& text) {
 
 // Naive: hundreds of lines before the question of a user, whether it fits; and seconds out of
 // bytes.
-TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
+TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNoOneMeasured) {
   const WideRun folder;
   for (const Words& more : std::vector<Words>{{},
                                               {"--compile.memory_budget", "1GB"},
@@ -153,7 +153,7 @@ TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
 
 // Drawn options: the words of a plan are those of a person. Naive: "1 micro-batch(es) on 64
 // rank(s)", "of it again", "2989.96 ms", "as its user has set it".
-TEST(PlanVerb, SaysItInPlainWordsWhateverIsAsked) {
+TEST(PlanVerb, SaysItInPlainWordsForAnyRequest) {
   const WideRun folder;
   const std::vector<Words> some{{"--training.global_batch_size", "64"},
                                 {"--activation_checkpoint.mode", "full"},
@@ -348,7 +348,7 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
 }
 
 // Naive: a check that looks at the file alone, and says 0 findings of what the run then refuses.
-TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
+TEST(PlanVerb, TheCheckFindsAllThatTheRunRefuses) {
   const WideRun folder;
   const auto make = [&](const char* file, const Words& more) {
     Words words = more;

@@ -78,7 +78,7 @@ struct Waits {
 // Property: with every setting of the two variables libgomp spins shortly exactly where both are
 // unset or blank; values that are set stay. Naive: the variable is set in main(), which libgomp
 // does not read.
-TEST(ProgramStart, LibgompSpinsShortlyWhereNobodySaidHowThreadsWait) {
+TEST(ProgramStart, LibgompSpinsShortlyWhereNoOneSaidHowThreadsWait) {
   const TemporaryFolder folder;
   for (const Waits& set :
        std::vector<Waits>{{"GOMP_SPINCOUNT= OMP_WAIT_POLICY=", kShortSpin},

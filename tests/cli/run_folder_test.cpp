@@ -171,7 +171,7 @@ TEST_F(EndedRun, IsNotConvertedIntoTheNameOfAnotherStep) {
 }
 
 // As it happens: torchrun notices, ends the other rank and starts both again; no folder is named.
-TEST_F(RunFolder, TorchrunsNextAttemptGoesOnToTheBitsOfTheUndisturbedRun) {
+TEST_F(RunFolder, TorchrunsNextAttemptResumesToTheBitsOfTheUndisturbedRun) {
   if (const auto why = why_not(Starter::kTorchrun); !why.empty()) GTEST_SKIP() << why;
   constexpr int kSteps = 500;
   Process whole(folder_.path(), on_two_ranks(kSteps, {"--job.dump_folder", "whole"}));
@@ -216,7 +216,7 @@ std::string attempt_of(const std::string& job, int number) {
 }
 
 // No folder is named.
-TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
+TEST(RestartedRun, ContinuesInTheFolderOfTheAttemptBefore) {
   const SmallRun folder;
   const auto attempt = [&](const std::string& run_id, int number, int steps) {
     return succeeded(run_program(folder,

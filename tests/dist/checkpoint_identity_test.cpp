@@ -107,7 +107,7 @@ TEST(ResumedRun, AFolderWithAnotherStepThanItsNameSaysIsRefused) {
 }
 
 // By default a batch is what the ranks have together: a resumed run keeps the checkpoint's number.
-TEST(ResumedRun, TheBatchStaysOnAnotherNumberOfRanksWhereNobodySetIt) {
+TEST(ResumedRun, TheBatchStaysOnAnotherNumberOfRanksWhereNoOneSetIt) {
   const TemporaryFolder folder;
   auto config = small_run(folder);
   config.training.global_batch_size = -1;

@@ -74,7 +74,7 @@ Tensors saved_after(const RanksOfRun& on, int steps, const fs::path& folder) {
 
 constexpr RanksOfRun kLayouts[] = {{1, 1}, {2, 1}, {3, 1}, {4, 2}};
 
-TEST(LibraryCheckpoint, AnyNumberOfRanksGoesOnAsTheRunThatNeverStopped) {
+TEST(LibraryCheckpoint, AnyNumberOfRanksContinuesAsTheRunThatNeverStopped) {
   const TemporaryFolder folder;
   for (const auto& from : kLayouts) {
     const auto name = concat("from ", from.ranks);
@@ -237,7 +237,7 @@ TEST(LibraryCheckpoint, KeepsTheLatestAndLoadsAnyThatIsNamed) {
   EXPECT_THAT(store.steps(), ElementsAre(2, 3));
 }
 
-TEST(LibraryCheckpoint, ALossScaleGoesOn) {
+TEST(LibraryCheckpoint, ALossScaleContinues) {
   const TemporaryFolder folder;
   ranks(2).run([&](World& world) {
     Trained run(world, 1, 1);

@@ -199,7 +199,7 @@ void save_now(World& world, const fs::path& folder, std::int64_t step, const Sha
   saver.finish();
 }
 
-TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
+TEST(Resume, SixteenBitShardsResumeWithTheirMasters) {
   const TemporaryFolder folder;
   auto config = small_run(folder);
   auto model = read_file(folder / "model.json");
@@ -273,7 +273,7 @@ TEST(Resume, TheScheduleWaitsForStepsLeftOutAlsoBehindACheckpointThatDoesNotCoun
 }
 
 // Naive: it begins again at init_scale, and leaves out steps that the first run had not.
-TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere) {
+TEST(Resume, AScaledRunContinuesAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere) {
   const TemporaryFolder folder;
   auto config = small_run(folder);
   auto half = config;
@@ -452,7 +452,7 @@ void make_version_1(const fs::path& step) {
   std::ofstream(step / kManifestFile, std::ios::binary) << to_json(manifest);
 }
 
-TEST(Resume, ACheckpointOfVersion1GoesOnOnAnyLayout) {
+TEST(Resume, ACheckpointOfVersion1ResumesOnAnyLayout) {
   const TemporaryFolder folder;
   const auto config = small_run(folder);
   for (const auto& to : {RanksOfRun{2, 1}, RanksOfRun{3, 1}}) {

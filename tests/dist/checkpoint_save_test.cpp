@@ -58,7 +58,7 @@ std::vector<std::string> names_in(const fs::path& folder) {
 }
 
 // Rank 1's writer is held up until five steps later; a step that waited for it would never come.
-TEST(CheckpointSaving, TrainingGoesOnWhileASlowWriterWrites) {
+TEST(CheckpointSaving, TrainingContinuesWhileASlowWriterWrites) {
   const TemporaryFolder folder;
   const auto config = with_checkpoints(folder, 12, 4);
   Event later;

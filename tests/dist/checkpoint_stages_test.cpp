@@ -166,7 +166,7 @@ TEST(StagesCheckpoint, AnyLayoutWritesTheSameTensors) {
   EXPECT_TRUE(expected.contains("optim/exp_avg/layers.3.w"));
 }
 
-TEST(StagesCheckpoint, AnyLayoutGoesOnFromAnyOther) {
+TEST(StagesCheckpoint, AnyLayoutResumesFromAnyOther) {
   const TemporaryFolder folder;
   const auto saved = whole_after(2);
   const auto later = whole_after(4);

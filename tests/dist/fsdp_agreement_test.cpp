@@ -101,7 +101,7 @@ TEST(DifferencesOverGloo, AreNamedLongBeforeTheTimeout) {
   EXPECT_LT(seconds, 10);
 }
 
-TEST(DifferencesOfCalls, AUnitThatOneRankAloneGivesBackIsNamed) {
+TEST(DifferencesOfCalls, AUnitThatOneRankAloneReshardsIsNamed) {
   comm::ThreadRanks two(2, ThreadBackend::kInProcess);
   const auto error = thrown_by([&] {
     two.run([&](World& world) {

@@ -226,7 +226,7 @@ TEST_P_ON_RANKS(ContractOnRanks, MomentsHaveTheDtypeThatTheContractSays, GetPara
 }
 
 // Naive: the contract says what the gradients are read in, and the moments follow the shard.
-TEST_P_ON_RANKS(ContractOnRanks, MomentsWithoutAMasterAreOfTheStorageDtypeWhateverTheGradientsAre,
+TEST_P_ON_RANKS(ContractOnRanks, MomentsWithoutAMasterAreOfTheStorageDtypeForAnyGradients,
                 GetParam()) {
   auto policy = without_master();
   policy.final_dtype = DType::kFloat32;

@@ -78,7 +78,7 @@ TEST_P_ON_RANKS(ControlsOnRanks, UnitsMayStayGatheredBetweenMicroBatches, GetPar
 
 // Naive: with torch::optim the version counters stand still, and kept units compute with the
 // weights of before the step for ever.
-TEST_P_ON_RANKS(ControlsOnRanks, KeptUnitsFollowWhoeverWritesTheShards, GetParam()) {
+TEST_P_ON_RANKS(ControlsOnRanks, KeptUnitsFollowAnyWriterOfTheShards, GetParam()) {
   Twins twins(world);
   twins.handle().set_reshard_after_backward(false);
   torch::optim::SGD optimizer(twins.handle().parameters(), torch::optim::SGDOptions(0.05));

@@ -92,7 +92,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
   });
 }
 
-TEST_ON_RANKS(FailuresOfOne, ARankAloneGoesOnWithoutRecover, 1) {
+TEST_ON_RANKS(FailuresOfOne, ARankAloneContinuesWithoutRecover, 1) {
   Chain plain(1, 2, kWidth);
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   for (const bool in_backward : {true, false}) {
@@ -145,7 +145,7 @@ TEST_ON_RANKS(FailuresOfOne, AStepWhoseFirstMicroBatchIsGoneIsRefusedUntilZeroGr
 }
 
 // Naive: the other ranks wait for the one that recovers, and it for them, until the timeout.
-TEST(FailuresOfMany, ARankThatRecoversWithoutAWordTakesTheOthersAlong) {
+TEST(FailuresOfMany, ARankThatRecoversSilentlyTakesTheOthersAlong) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
     ranks(2, backend).run([](World& world) {
       ShardedChain model(data_mesh(world), 1, 2, kWidth);
@@ -235,7 +235,7 @@ class IsMetByALateThread : public torch::autograd::Function<IsMetByALateThread> 
 };
 
 // Naive: the World of ranks that have recovered is aborted by a backward of before.
-TEST(FailuresOfMany, AThreadThatSleptThroughARecoveryAbortsNobody) {
+TEST(FailuresOfMany, AThreadThatSleptThroughARecoveryAbortsNoOne) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
     RankBarrier meeting(2);
     ranks(2, backend).run([&](World& world) {

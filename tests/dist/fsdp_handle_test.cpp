@@ -170,7 +170,7 @@ TEST_P(HandleOnRanks, AResultMayBeChangedInPlaceAndMayBeAnInput) {
 // ------------------------------------------------------------------------------- names, modes,
 // refusals
 
-TEST_P_ON_RANKS(HandleOnRanks, NamesAreTrueNamesWhateverTheNesting, GetParam()) {
+TEST_P_ON_RANKS(HandleOnRanks, NamesAreTrueNamesInAnyNesting, GetParam()) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   EXPECT_THAT(model.handle.named_parameters().keys(),
               UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
@@ -300,7 +300,7 @@ TEST_ON_RANKS(Handle, RanksOfAnotherPipelineStageHaveModelsOfTheirOwn, 4) {
   EXPECT_EQ(compared, expected.size());
 }
 
-TEST_ON_RANKS(Handle, AMeshWithAxesOnWhichNobodySumsIsRefused, 2) {
+TEST_ON_RANKS(Handle, AMeshWithAxesOnWhichNoOneSumsIsRefused, 2) {
   const auto error_over = [&](const MeshShape& shape) {
     return thrown_by([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shape)); });
   };

@@ -220,7 +220,7 @@ std::vector<InPlace> allowed_changes() {
   };
 }
 
-TEST_P_ON_RANKS(InPlaceChanges, ThatNobodyElseSeesGiveTheGradientsOfThePlainModule, GetParam()) {
+TEST_P_ON_RANKS(InPlaceChanges, ThatNoOneElseSeesGiveTheGradientsOfThePlainModule, GetParam()) {
   for (const auto& one : allowed_changes()) {
     Body plain(one.run);
     auto body = std::make_shared<Body>(one.run);

@@ -145,7 +145,7 @@ TEST_P(KeptGradients, OfOneParameterLeaveItsNeighboursSum) {
 }
 
 // Naive: new memory at every step, since somebody once kept a gradient.
-TEST_P(KeptGradients, CostNothingOnceNobodyKeepsAny) {
+TEST_P(KeptGradients, CostNothingOnceNoOneKeepsAny) {
   run([](World& world, Sharded<Pair>& handle) {
     micro_batch(world, handle, 1);
     at::Tensor kept = grad_of(handle, "one");

@@ -111,7 +111,7 @@ TEST_P_ON_RANKS(NarrowShards, AChangedElementOfAFloat16ShardIsTakenOverAndTheOth
 }
 
 // Naive: what was written is joined with bits of another value, and 2 is not quite 2.
-TEST_P_ON_RANKS(NarrowShards, ABFloat16ShardThatSomebodyElseWroteGoesOnFromItsSixteenBits,
+TEST_P_ON_RANKS(NarrowShards, ABFloat16ShardThatSomebodyElseWroteResumesFromItsSixteenBits,
                 GetParam()) {
   // On the rank that wrote, 1 - 1e-3 had been rounded to 1 and its rest is dropped.
   const auto found = after_a_foreign_write(world, DType::kBFloat16);

@@ -91,7 +91,7 @@ TEST_ON_RANKS(NormOrders, HighOnesNeitherOverflowNorVanish, 2) {
                 [&](ShardedBase& handle) { EXPECT_EQ(gradient_norm(handle, 3), 0.0); });
 }
 
-TEST_ON_RANKS(NormOrders, WhatIsNotFiniteShowsOnEveryRankWhateverItsPlace, 3) {
+TEST_ON_RANKS(NormOrders, WhatIsNotFiniteShowsOnEveryRankInAnyPlace, 3) {
   for (const auto value : {std::nan(""), HUGE_VAL}) {
     for (const double p : {1.0, 2.0, 3.0, kInfinity}) {
       auto gradient = here(at::ones({300}));

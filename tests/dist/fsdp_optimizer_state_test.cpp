@@ -208,7 +208,7 @@ TEST(OptimizerStates, LayoutsThatCutParametersReadEachOthers) {
 }
 
 // Naive: the moments of the run before stay where the dict has none.
-TEST_ON_RANKS(OptimizerStates, AParameterWithoutStateBeginsAnew, 2) {
+TEST_ON_RANKS(OptimizerStates, AParameterWithoutStateStartsAgain, 2) {
   Stepped from(world, kKinds[0], 1);
   step_by_hand(from.model, *from.optimizer, 1, "narrow");
   const auto saved = from.state();

@@ -79,7 +79,7 @@ TEST(Rounding, ReplicasSendInReduce) {
 }
 
 // Naive: a sum in the dtype of the wire: 256 + 1 is 256 in bf16.
-TEST(Rounding, ReplicasAreAddedInAccumulateWhateverTheWire) {
+TEST(Rounding, ReplicasAreAddedInAccumulateForAnyWire) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
     for (const auto& [count, replicas] : {std::pair(2, 2), std::pair(3, 3), std::pair(4, 2)}) {
       ranks(count, backend).run([&](World& world) {

@@ -116,7 +116,7 @@ TEST(GradScaler, AFloat32RunHasTheBitsOfTheUnscaledOneInEverySchedule) {
 }
 
 // Naive: micro-batches of a new scale are added to a sum of the old one.
-TEST(GradScaler, ASumThatGoesOnOverStepsIsBroughtToTheNewScale) {
+TEST(GradScaler, ASumThatContinuesOverStepsIsBroughtToTheNewScale) {
   on_layouts([](World& world, const Mesh& mesh) {
     for (const double factor : {1.0, 2.0}) {
       ShardOptions options;
@@ -270,7 +270,7 @@ TEST(GradScaler, AScaleThatCannotFallIsAnErrorOnEveryRank) {
   }
 }
 
-TEST_ON_RANKS(GradScaler, GoesOnWhereAnotherOneWas, 2) {
+TEST_ON_RANKS(GradScaler, ContinuesWhereAnotherOneWas, 2) {
   auto handle =
       fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
   GradScaler scaler(handle, from(16.0, 4));

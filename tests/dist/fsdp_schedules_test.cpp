@@ -125,7 +125,7 @@ TEST_P_ON_RANKS(Schedules, TwoForwardsOfRecomputedUnitsAndOneBackward, GetParam(
 }
 
 // Memory that would have stayed is resharded by hand; the backward gathers it again.
-TEST_P_ON_RANKS(Schedules, UnitsThatStayMayBeGivenBackByHandAfterForward, GetParam().first) {
+TEST_P_ON_RANKS(Schedules, UnitsThatStayMayBeReshardedByHandAfterForward, GetParam().first) {
   Twins twins(world, GetParam().second);
   twins.handle().set_reshard_after_forward(false);
   for (int step = 0; step < 2; ++step) {

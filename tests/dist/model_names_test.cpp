@@ -203,7 +203,7 @@ void expect_tensors(const std::string& folder, const PlainNames& plain) {
 
 // Naive: what two modules register is named by which of them was sharded first, and has that name
 // alone; of a buffer that two modules of one unit register the second name is missing.
-TEST(ModelNames, AreThoseOfThePlainModelWhateverIsAUnit) {
+TEST(ModelNames, AreThoseOfThePlainModelForAnyUnits) {
   const TemporaryFolder folder;
   for (const int count : {1, 2, 3}) {
     ranks(count).run([&](World& world) {
@@ -312,7 +312,7 @@ void expect_patterns(DrawnModel& drawn, const PlainNames& plain,
 
 // Naive: a pattern is compared with the names in the unit that a tensor is of. Where another cut
 // gives it to another unit, the pattern matches nothing, or the tensor is missed in silence.
-TEST(ModelNames, APatternOfAnOptimizerIsComparedWithEveryNameWhateverIsAUnit) {
+TEST(ModelNames, APatternOfAnOptimizerIsComparedWithEveryNameForAnyUnits) {
   for (const int count : {1, 2}) {
     ranks(count).run([&](World& world) {
       const auto mesh = data_mesh(world);

@@ -272,7 +272,7 @@ TEST(PipelineOfHandles, AllStagesOnOneRankAreAPipelineToo) {
 }
 
 // Naive: other stages leave what was recorded of those before.
-TEST(PipelineOfHandles, StagesThatAreSetAnewAreRecordedAnew) {
+TEST(PipelineOfHandles, StagesThatAreSetAgainAreRecordedAgain) {
   const Case of;
   ranks(of.ranks * Case::kDataRanks).run([&](World& world) {
     InStages rank(world, of, of.options());

@@ -169,7 +169,7 @@ TEST(PipelineSums, WhatBf16WouldLoseStaysInCopiesAtBothEnds) {
 }
 
 // Naive: each end's sum travels in the reduce dtype. In bf16 257 is 256, and 514 is 512.
-TEST(PipelineSums, CopiesAreAddedAsTheyWereSummedWhateverTheWireHas) {
+TEST(PipelineSums, CopiesAreAddedAsTheyWereSummedForAnyWire) {
   auto policy = in_bfloat16();
   policy.reduce_dtype = DType::kBFloat16;
   for (const int replicas : {1, 2}) {

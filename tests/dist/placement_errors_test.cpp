@@ -101,7 +101,7 @@ TEST(PlacementErrors, AContractThatIsNotWhatTheModuleDoes) {
 }
 
 // Naive: groups made from the contract, not the mesh: summed on one rank alone.
-TEST(PlacementErrors, AContractThatOwesOtherSums) {
+TEST(PlacementErrors, AContractThatNeedsOtherSums) {
   EXPECT_THAT(errors_with_contract(
                   "norm", [](GradContract& contract) { contract.reductions.shard_axes.clear(); }),
               Each(Says("parameter norm", "no sum", "sum over tp")));

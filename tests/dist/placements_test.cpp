@@ -248,7 +248,7 @@ TEST(PlacementGroups, OverGloo) {
 }
 
 // Naive: the ranks of dp_shard ask each other alone; those of tp hold parts of the same gathers.
-TEST(PlacementGroups, UnitsThatStayUnshardedAreGatheredAnewWhereAnyRankOfTheReplicaChangedThem) {
+TEST(PlacementGroups, UnitsThatStayUnshardedAreGatheredAgainWhereAnyRankOfTheReplicaChangedThem) {
   const Degrees degrees{1, 2, 2, 2, 2, 1};
   ranks(degrees.ranks()).run([&](World& world) {
     CutSharded sharded(world.mesh(degrees.shapes()));

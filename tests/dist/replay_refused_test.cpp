@@ -316,7 +316,7 @@ TEST_ON_RANKS(ReplayRefuses, ChosenTargetsOfABackward, 1) {
 
 // ------------------------------------------------------------------------ what comparing finds
 
-TEST(ReplayFinds, ANumberThatTheHostWorksOutAnew) {
+TEST(ReplayFinds, ANumberThatTheHostWorksOutAgain) {
   const auto body = [](Part& part, const Several& in) {
     return Several{part.layer(in[0]) * static_cast<float>(part.bodies)};
   };
@@ -351,7 +351,7 @@ TEST(ReplayFinds, ABranchThatEndsEarlier) {
   expect_eager(body, {"expected aten::tanh"});
 }
 
-TEST(ReplayFinds, ATableThatIsMadeAnew) {
+TEST(ReplayFinds, ATableThatIsMadeAgain) {
   const auto body = [](Part& part, const Several& in) {
     return Several{part.layer(in[0]) * (part.table * static_cast<double>(part.bodies))};
   };

@@ -115,7 +115,7 @@ TEST_P_ON_RANKS(StepPlanRuns, MicroBatchesInOrderGiveTheBitsOfTheLoop, GetParam(
 }
 
 // For all choices of a planner: the same bits, and as many gathers and reductions as its plan has.
-TEST_P_ON_RANKS(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame, GetParam()) {
+TEST_P_ON_RANKS(StepPlanRuns, ForAnyChoiceTheBitsAreTheSame, GetParam()) {
   const auto& layout = GetParam();
   const StagedOptions staged{.stages = 1, .pieces = 4};
   const auto mesh = data_mesh(world, layout.replicas);
@@ -242,7 +242,7 @@ TEST_ON_RANKS(RecomputeByPlan, ModulesAreToldAsLongAsTheStepLasts, 2) {
 }
 
 // The same where a pipeline's order has two stages, and one unit is of both.
-TEST_P(StepPlanRuns, WhateverIsChosenInAnyOrderTheBitsAreTheSame) {
+TEST_P(StepPlanRuns, ForAnyChoiceInAnyOrderTheBitsAreTheSame) {
   const auto& layout = GetParam();
   constexpr const char* kList =
       "F0.0 F0.1 F1.0 I1.0 F0.2 I0.0 F1.1 I1.1 W1.0 I0.1 F1.2 I1.2 W0.0 W1.1 I0.2 W0.1 W1.2 W0.2";

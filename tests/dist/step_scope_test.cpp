@@ -175,7 +175,7 @@ TEST_P_ON_RANKS(StepScopes, RandomOrdersGiveTheBitsOfTheLoop, std::get<0>(GetPar
 }
 
 // Naive: a parameter that one rank uses has a gradient there alone, an unused one has zeros.
-TEST(StepScopes, ParametersThatSomeRanksOrNobodyUses) {
+TEST(StepScopes, ParametersThatSomeRanksOrNoOneUses) {
   for (const int count : {1, 2, 3}) {
     ranks(count).run([](World& world) {
       StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
@@ -365,7 +365,7 @@ TEST(StepScopes, AUnitIsGatheredAndReducedOnceAStep) {
 }
 
 // Naive: a stage waits for the gradients that another one has deferred.
-TEST_ON_RANKS(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradients, 2) {
+TEST_ON_RANKS(StepScopes, AStageIsReducedAndReshardedWhileAnotherOneHasPendingGradients, 2) {
   StagedModel model(data_mesh(world), {});
   for (int step = 0; step < 2; ++step) {
     StepScope scope(model.handle, {.schedule = "one stage first", .stages = 2});

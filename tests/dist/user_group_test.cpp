@@ -332,7 +332,7 @@ TEST_P(Misuses, IsNamedOnEveryRank) {
 
 // Drawn programs, of which one rank has a different one. (In processes:
 // tests/unit/comm/process_test.cpp.)
-TEST(Disagreements, CanBeCaughtOnEveryThreadAndTheRunGoesOn) {
+TEST(Disagreements, CanBeCaughtOnEveryThreadAndTheRunContinues) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
     for (const int count : {2, 3}) {
       WorldOptions options;

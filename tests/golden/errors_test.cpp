@@ -158,7 +158,7 @@ std::string error_of_training(const std::filesystem::path& batch) {
   return error_of(ErrorKind::kFormat, [&] { run_training(config, kTwoRanks); });
 }
 
-TEST(GoldenErrors, BatchWithoutAKeptLabelIsNamed) {
+TEST(GoldenErrors, BatchWithoutAnUnmaskedTargetIsNamed) {
   const auto path = batches([](const std::string& name, std::int64_t* values, std::int64_t count) {
     if (name.ends_with("labels")) std::fill(values, values + count, -100);
   });

@@ -103,7 +103,7 @@ class Float16(unittest.TestCase):
                    "--optimizer.name", "SGD")
         self.assertEqual(len(self.lines("told")), STEPS)
 
-    def test_steps_that_overflow_are_left_out_and_a_resumed_run_goes_on_at_their_scale(self):
+    def test_steps_that_overflow_are_left_out_and_a_resumed_run_keeps_their_scale(self):
         scaler = ("--grad_scaler.init_scale", 2.0**40, "--grad_scaler.backoff_factor", 2.0**-8,
                   "--grad_scaler.growth_interval", 2)
         said = self.train("whole", *HALF, *scaler)

@@ -145,7 +145,7 @@ TEST_P(GoldenGemma4, AWholeTowerOnEveryRankGivesTheBitsOfAShardedOne) {
 }
 
 // Property: a run that is interrupted resumes bit for bit, buffers and a whole tower included.
-TEST_P(GoldenGemma4, ARunGoesOnFromItsCheckpoint) {
+TEST_P(GoldenGemma4, ARunResumesFromItsCheckpoint) {
   for (const auto frozen : {FrozenAs::kShard, FrozenAs::kReplicate}) {
     const std::vector<Layout> layouts{{.ranks = 1}, {.ranks = 4, .replicas = 2}};
     for (const Layout& layout : test::in_turn(layouts, 2, kGemmaFolders, GetParam())) {

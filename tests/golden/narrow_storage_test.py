@@ -78,7 +78,7 @@ class NarrowStorage(unittest.TestCase):
                 self.assertTrue(torch.equal(bits.view(torch.float32), value))
                 self.assertFalse(torch.equal(stored[name].float(), value))
 
-    def test_a_resumed_run_goes_on_with_its_masters(self):
+    def test_a_resumed_run_keeps_its_masters(self):
         whole = self.train("whole", "auto")
         self.train("parts", "auto", "--training.steps", STEPS // 2)
         self.assertEqual(self.train("parts", "auto"), whole)

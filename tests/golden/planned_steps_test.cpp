@@ -291,7 +291,7 @@ TEST_F(ReplayedRun, OfSeveralMicroBatchesOnEachRankIsTheSame) {
   }
 }
 
-TEST_F(ReplayedRun, GoesOnFromACheckpointAsIfItHadNotEnded) {
+TEST_F(ReplayedRun, ResumesFromACheckpointAsIfItHadNotEnded) {
   auto config = config_of("qwen3-fp32", kLayout);
   const auto expected = run_training(config, kLayout, {10});
   config.compile.mode = train::CompileChoice::kReplay;

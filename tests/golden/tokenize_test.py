@@ -253,7 +253,7 @@ class Tokenize(unittest.TestCase):
         self.assertEqual(ids, ",".join(map(str, self.ids_of("the cat sat"))))
         self.assertEqual(self.run_tool("--decode", ids), "the cat sat\n")
 
-    def test_a_result_that_cannot_be_written_is_said_and_one_that_nobody_reads_is_not(self):
+    def test_a_result_that_cannot_be_written_is_said_and_one_that_has_no_reader_is_not(self):
         (self.folder / "a.txt").write_text("the cat")
         ids = ",".join(map(str, self.ids_of("hi")))
         about = r"beginning of text: [^\n]+\n"

@@ -323,7 +323,7 @@ void expect_equal(const Case& c, const Seen& found, const Seen& expected) {
 
 // Naive: a first gradient that is copied, a raw dtype that picks a bucket, a kernel that writes
 // what should have been rounded.
-TEST(RawDtypes, SlotsHaveTheSameBitsWhateverArrivesAndWhichWay) {
+TEST(RawDtypes, SlotsHaveTheSameBitsForAnyArrival) {
   const std::vector<std::size_t> sizes = {kLayouts.size(),
                                           kOwn.size(),
                                           kAccumulate.size(),

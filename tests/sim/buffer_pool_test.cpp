@@ -41,7 +41,7 @@ std::string race_of_two_users(const Between& between) {
 void keep(BufferPool& /*pool*/) {}
 void trim(BufferPool& pool) { pool.trim(); }
 
-TEST(DevicePool, WhoTakesABlockComesBehindItsLastUse) { EXPECT_EQ(race_of_two_users(keep), ""); }
+TEST(DevicePool, WhoTakesABlockIsOrderedAfterItsLastUse) { EXPECT_EQ(race_of_two_users(keep), ""); }
 
 // Its memory goes to the allocator, and the next block is made of it.
 TEST(DevicePool, ABlockIsFreedBehindItsLastUse) { EXPECT_EQ(race_of_two_users(trim), ""); }

@@ -162,7 +162,7 @@ TEST(DeviceGroupEvents, IssuingHoldsUpNeitherHostNorStream) {
   });
 }
 
-TEST(DeviceGroupEvents, WhoLetsGoOfACollectiveComesBehindIt) {
+TEST(DeviceGroupEvents, WhoLetsGoOfACollectiveIsOrderedAfterIt) {
   EXPECT_EQ(race_on_ranks({2, "sim", true},
                           [](World& world) {
                             const auto group = world.group(comm::all_ranks(2), "reduce");

@@ -318,7 +318,7 @@ TEST(StalledDevice, IsTheOneThatWasIssuedFirstAndNotTheOneThatIsWaitedForFirst) 
               Says("values: waited 0.02 s for the device, where all_gather of layers.1 (#0"));
 }
 
-TEST(StalledDevice, IsNoneWhoseCollectivesGoOnEnding) {
+TEST(StalledDevice, IsNoneWhoseCollectivesContinueEnding) {
   const Attached world(std::chrono::milliseconds(200));
   Collectives collectives(world);
   WatchedDevice watched(world);

@@ -99,7 +99,7 @@ ModelSpec with_experts() {
 }
 
 // Order, counts and ends of the experts' rows are formed where they are read.
-TEST(Launches, ALayerOfExpertsOnItsOwnRankLetsNobodyWait) {
+TEST(Launches, ALayerOfExpertsOnItsOwnRankLetsNoneWait) {
   const PassCounts counts = of_one_layer(with_experts());
   EXPECT_LE(sum_of(counts.forward.launches), 60) << text_of(counts.forward.launches);
   EXPECT_LE(sum_of(counts.backward.launches), 80) << text_of(counts.backward.launches);

@@ -124,7 +124,7 @@ TEST(Memory, AnEmptiedCacheIsForEveryStream) {
 }
 
 // Memory goes from one thread to another by the allocator: after what the first one has waited for.
-TEST(Memory, WhatAThreadHasWaitedForIsOverForWhoeverTakesItsMemory) {
+TEST(Memory, WhatAThreadHasWaitedForIsOverForAnyThatTakesItsMemory) {
   for (const bool waits : {true, false}) {
     const c10::Stream other = new_stream(0);
     const std::string race = race_of([&] {

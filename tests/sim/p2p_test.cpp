@@ -214,7 +214,7 @@ TEST(DeviceMessageEvents, AMissingWaitIsFound) {
 }
 
 // Naive: the memory is free as soon as the host holds no reference, and the message still reads it.
-TEST(DeviceMessageEvents, WhoLetsGoOfAMessageComesBehindIt) {
+TEST(DeviceMessageEvents, WhoLetsGoOfAMessageIsOrderedAfterIt) {
   for (const bool buffers : {false, true}) {
     const test_hooks::Set buffered(test_hooks::buffered_messages, [&] { return buffers; });
     for (const std::string device : {"sim", "sim:0"}) {

@@ -214,7 +214,7 @@ void expect_needed(int ranks, const std::function<void(World&)>& program, EventS
   }
 }
 
-TEST(EventsOfAUnit, WhatTwoStreamsReadIsGivenBackBehindBoth) {
+TEST(EventsOfAUnit, WhatTwoStreamsReadIsFreedBehindBoth) {
   expect_needed(2, read_on_two_streams, EventSite::kGather);
 }
 

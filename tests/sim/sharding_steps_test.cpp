@@ -252,7 +252,7 @@ TEST(StepOnADevice, AGroupedProductIsGoneBeforeItsRowsGradientIsMade) {
 }
 
 // Clears one bucket, and one parameter of a bucket: the values of others stay.
-TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
+TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersContinue) {
   for (const int ranks : {1, 2}) {
     ResultsOf results;
     for (const std::string device : {"cpu", "sim", "sim:0"}) {

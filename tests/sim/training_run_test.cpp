@@ -137,7 +137,7 @@ void expect_same_tensors(const fs::path& found, const fs::path& expected) {
 }
 
 // Each checkpoint is copied while the next steps are on their way.
-TEST(TrainingRun, GoesOnOnTheCpuFromACheckpointOfADeviceAndBackBitForBit) {
+TEST(TrainingRun, ResumesOnTheCpuFromACheckpointOfADeviceAndBackBitForBit) {
   const TemporaryFolder folder;
   for (const auto dtype : {DType::kFloat32, DType::kBFloat16}) {
     auto config = test::with_steps(test::small_run(folder), 6);
@@ -498,7 +498,7 @@ TEST(TrainingRun, ProfileAndTraceAreOfTheDevicesStream) {
 
 // Naive: what is drawn on the device is drawn differently again, and gradients have other numbers
 // than results.
-TEST(RecomputeOnADevice, DrawsTheSameNumbersAgainAndGoesOnWhereItWas) {
+TEST(RecomputeOnADevice, DrawsTheSameNumbersAgainAndContinuesWhereItWas) {
   const AllowDraws allowed;
   const auto x = at::ones({256}, at::TensorOptions(device(0))).requires_grad_(true);
   const auto y =

@@ -120,7 +120,7 @@ TEST(TensorBoard, IsWrittenUnlessTurnedOff) {
 }
 
 // Step 3 of the first run comes again, and is shown once.
-TEST(TensorBoard, AResumedRunGoesOnWithoutWhatRanTwice) {
+TEST(TensorBoard, AResumedRunResumesWithoutWhatRanTwice) {
   const SmallRun folder;
   const auto train = [&](const std::string& steps, const std::string& from) {
     return run_program(folder,

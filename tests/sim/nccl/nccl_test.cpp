@@ -81,7 +81,7 @@ std::vector<at::Tensor> sums_of_bf16(bool wide) {
 }
 
 // NCCL adds in an order of its own.
-TEST(NcclGroups, SumsThatAreWiderThanWhatTravelsKeepTheirBitsInWhateverOrderNcclAdds) {
+TEST(NcclGroups, SumsThatAreWiderThanWhatTravelsKeepTheirBitsInAnyOrderNcclAdds) {
   const auto wide = sums_of_bf16(true), narrow = sums_of_bf16(false);
   sum_from(2);
   const auto other_wide = sums_of_bf16(true), other_narrow = sums_of_bf16(false);
@@ -144,7 +144,7 @@ struct Planned {
 };
 
 // A way keeps its order; ways cross as they like.
-TEST(NcclMessages, OfManyWaysArriveInWhateverOrderTheEndsTakeThem) {
+TEST(NcclMessages, OfManyWaysArriveInAnyOrderTheEndsTakeThem) {
   for (unsigned seed = 1; seed <= 4; ++seed) {
     const int ranks = 2 + static_cast<int>(seed) % 3;
     std::set<P2PRoute> routes;

@@ -12,7 +12,7 @@ namespace {
 namespace fs = std::filesystem;
 using From = AppendedFile::From;
 
-TEST(AppendedFile, GoesOnAtTheEndOrBeginsAnew) {
+TEST(AppendedFile, ContinuesAtTheEndOrStartsAgain) {
   const TemporaryFolder folder;
   const auto path = folder / "lines";
   AppendedFile(path, From::kNothing).append("a\n");

@@ -13,7 +13,7 @@ const std::vector<DType> kAll = {
     DType::kFloat8E5M2, DType::kInt64,   DType::kInt32,   DType::kInt16,    DType::kInt8,
     DType::kUInt64,     DType::kUInt32,  DType::kUInt16,  DType::kUInt8,    DType::kBool};
 
-TEST(DType, WordsAreParsedBackWhateverTheCase) {
+TEST(DType, WordsAreParsedBackInAnyCase) {
   for (const DType dtype : kAll) EXPECT_EQ(parse_dtype(to_string(dtype)), dtype);
   EXPECT_EQ(parse_dtype("BFloat16"), DType::kBFloat16);
   EXPECT_EQ(parse_dtype("FLOAT32"), DType::kFloat32);
@@ -124,7 +124,7 @@ TEST(SplitFloat, LargeFiniteValuesShowInfinityAndAreKept) {
   EXPECT_EQ(split(-kLargest).rounded, 0xFF80U);
 }
 
-TEST(SplitFloat, NotANumberStaysOneWhateverItsPayload) {
+TEST(SplitFloat, NotANumberStaysOneForAnyPayload) {
   EXPECT_EQ(split(float_of(0x7F800001U)).rounded, 0x7FC0U);  // cut off, it would be infinity
   EXPECT_EQ(split(float_of(0xFFFFFFFFU)).rounded, 0xFFC0U);  // rounded up, it would be zero
 }

@@ -331,7 +331,7 @@ TEST(RegionBlocks, TheMostIsInTheLastLayersOrWhereALargeOneRuns) {
 }
 
 // Naive: products that a checkpoint keeps, which are none of the region's then.
-TEST(RegionBlocks, OfAModeThatNobodyMeasuredNothingIsKnown) {
+TEST(RegionBlocks, OfAModeThatNoOneMeasuredNothingIsKnown) {
   const std::vector<RecomputeMode> selective{kNone, kSelective, kSelective, kSelective};
   EXPECT_FALSE(most_blocks(profile_of(kNone), record(), selective));
   EXPECT_FALSE(most_blocks(profile_of(kSelective), record(), {kNone, kNone, kNone, kNone}));
@@ -340,7 +340,7 @@ TEST(RegionBlocks, OfAModeThatNobodyMeasuredNothingIsKnown) {
   EXPECT_FALSE(most_blocks(default_profile(fsdp::units_of(4)), record(), selective));
 }
 
-TEST(RegionBlocks, OfSeveralRanksTheMostCountsWhoeverIsSlowest) {
+TEST(RegionBlocks, OfSeveralRanksTheMostCountsForAnySlowest) {
   auto one = profile_of(kNone), other = profile_of(kNone);
   one.units[1].forward_ms = 100.0;
   other.units[1].blocks->bytes = {.entries = 200, .running = 210};

@@ -50,7 +50,7 @@ TEST(Machine, LinesAreNumbersOrSizesAsPeopleWriteThem) {
   EXPECT_EQ(machine.flops->of(DType::kFloat32), 67e12);
 }
 
-TEST(Machine, WhatNobodyKnowsHasNoLine) {
+TEST(Machine, WhatNoOneKnowsHasNoLine) {
   const Machine machine = parse_machine("name = \"box\"\nsource = \"published\"\n", "x");
   EXPECT_EQ(machine, (Machine{.name = "box"}));
   EXPECT_EQ(to_toml(machine), "name = \"box\"\nsource = \"published\"\n");

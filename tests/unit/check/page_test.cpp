@@ -211,7 +211,7 @@ std::string said_by_parsers(const std::filesystem::path& folder) {
 }
 
 // TESSERA_PAGE_SEED=N draws others.
-TEST(Page, IsWellFormedWhateverAReportSays) {
+TEST(Page, IsWellFormedForAnyReport) {
   const char* const seed = std::getenv("TESSERA_PAGE_SEED");
   std::mt19937_64 random(seed == nullptr ? 1 : std::strtoull(seed, nullptr, 10));
   const TemporaryFolder folder;

@@ -226,7 +226,7 @@ INSTANTIATE_TEST_SUITE_P(All, Failing,
                          testing::Values(ThreadBackend::kInProcess, ThreadBackend::kGloo),
                          [](const auto& one) { return name_of(one.param); });
 
-TEST(WorldOfOne, NeedsNobody) {
+TEST(WorldOfOne, NeedsNoOne) {
   const auto world = World::connect();
   EXPECT_EQ(world->backend(), "none");
   EXPECT_EQ(world->size(), 1);

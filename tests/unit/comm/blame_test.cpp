@@ -9,7 +9,7 @@ namespace tessera::process_test {
 namespace {
 
 // [Note: disagreements]. Naive: the first watch that finds one ends its process, and so the run.
-TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
+TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunContinues) {
   const std::vector<Plan> plans{{.nproc = 2, .mode = "caught", .step = 1, .steps = 6},
                                 {.nproc = 3, .mode = "caught", .step = 2, .steps = 6},
                                 {.nproc = 4, .mode = "caught", .step = 3, .steps = 6}};
@@ -24,7 +24,7 @@ TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
 }
 
 // Naive: the store ends with rank 0, and a rank that leaves a little later is ended for that.
-TEST(Disagreements, ThatAreCaughtEndNobodyWhoLeavesThen) {
+TEST(Disagreements, ThatAreCaughtEndNoOneWhoLeavesThen) {
   const auto outcome = run({.nproc = 3, .mode = "caught-leave"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
 }

@@ -51,7 +51,7 @@ TEST(BufferPool, SizesThatGrowLeaveNoRowOfBlocksBehind) {
   }
 }
 
-TEST(BufferPool, SizesThatNobodyTakesAnyMoreAreFreed) {
+TEST(BufferPool, SizesThatNoOneTakesAnyMoreAreFreed) {
   BufferPool pool(at::kCPU);
   step(pool, {1000000, 1000000, 1000000});
   EXPECT_EQ(pool.total_bytes(), 3000000);

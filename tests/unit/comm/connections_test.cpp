@@ -53,7 +53,7 @@ TEST(Opening, StandsOnTheBoardWithTheRankThatItWaitsFor) {
 
 // A process that is stopped for longer than it waits, and continues: what it waited for is there.
 // Naive: "waited 20 s for rank ; it is stalled".
-TEST(WaitedInVain, BlamesNobodyWhereAllHaveCome) {
+TEST(WaitedInVain, BlamesNoOneWhereAllHaveCome) {
   const Patience patience;
   EXPECT_EQ(waited_in_vain("gather", milliseconds(20'000), {3, 5}, patience),
             "gather: waited 20 s for rank 3, 5; it is stalled, or does not take part in this "

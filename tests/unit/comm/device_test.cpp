@@ -142,7 +142,7 @@ class DevicesOfLibtorch {
 };
 
 // Naive: libtorch's devices are taken, for which this program has no backend.
-TEST(AskedForDevice, OfAProgramWithoutCudaIsTheCpuOrRefusedWhateverLibtorchSees) {
+TEST(AskedForDevice, OfAProgramWithoutCudaIsTheCpuOrRefusedForAnyLibtorch) {
   if (backend_named("nccl", c10::kCUDA).built_in()) GTEST_SKIP() << "built with CUDA";
   const auto expect_none = [](const char* libtorch) {
     SCOPED_TRACE(libtorch);
@@ -194,7 +194,7 @@ TEST(DeterministicKernels, OnCudaWantTheVariableOfItsProducts) {
   EXPECT_EQ(deterministic_with(":4096:8"), "");
 }
 
-TEST(GrowingSegments, AreAskedForWhereNobodyHasSaidWhatTheAllocatorIsToDo) {
+TEST(GrowingSegments, AreAskedForWhereNoOneHasSaidWhatTheAllocatorIsToDo) {
   constexpr auto kOfCuda = "PYTORCH_CUDA_ALLOC_CONF", kOfAll = "PYTORCH_ALLOC_CONF";
   ::unsetenv(kOfCuda);
   ::setenv(kOfAll, "max_split_size_mb:64", /*overwrite=*/1);
@@ -209,7 +209,7 @@ TEST(GrowingSegments, AreAskedForWhereNobodyHasSaidWhatTheAllocatorIsToDo) {
   ::unsetenv(kOfCuda);
 }
 
-TEST(DeterministicKernels, TheProgramSetsTheVariableWhereNobodyHas) {
+TEST(DeterministicKernels, TheProgramSetsTheVariableWhereNoOneHas) {
   ::unsetenv("CUBLAS_WORKSPACE_CONFIG");
   prepare_deterministic_products();
   EXPECT_EQ(base::environment_variable("CUBLAS_WORKSPACE_CONFIG"), ":4096:8");

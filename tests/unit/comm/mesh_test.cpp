@@ -39,7 +39,7 @@ TEST(MeshShape, GroupsOfOneAxis) {
   EXPECT_EQ(shape.group_of(3, {axis::kReplicate}), (std::vector<int>{3, 9}));
 }
 
-TEST(MeshShape, FlattenedGroupsFollowMeshOrderWhateverTheOrderOfNames) {
+TEST(MeshShape, FlattenedGroupsFollowMeshOrderInAnyOrderOfNames) {
   const auto shape = MeshShape::dense(1, 2, 2, 1, 2);
   EXPECT_EQ(shape.group_of(5, {axis::kShard, axis::kTensor}), (std::vector<int>{4, 5, 6, 7}));
   EXPECT_EQ(shape.group_of(5, {axis::kTensor, axis::kReplicate}), (std::vector<int>{0, 1, 4, 5}));

@@ -117,13 +117,13 @@ void exchange_in_random_order(World& world, std::uint64_t first_step, std::uint6
   }
 }
 
-TEST_P(Messages, ReachTheReceiveThatMeansThemInWhateverOrderTheyArePosted) {
+TEST_P(Messages, ReachTheReceiveThatMeansThemInAnyOrderTheyArePosted) {
   for (const int ranks : {2, 3, 4}) {
     pool(GetParam(), ranks).run([](World& world) { exchange_in_random_order(world, 1000, 5); });
   }
 }
 
-TEST(InProcessMessages, ReachTheirReceivesWhateverTheirDelaysAndWhichSendsAreBuffered) {
+TEST(InProcessMessages, ReachTheirReceivesForAnyDelaysAndWhichSendsAreBuffered) {
   const test_hooks::Set delayed(test_hooks::message_delay, [](const P2PTag& tag) {
     const auto number = tag.step * 7919 + static_cast<std::uint64_t>(tag.stage) * 31 +
                         static_cast<std::uint64_t>(tag.micro_batch) * 17 +
@@ -209,7 +209,7 @@ TEST_P(Messages, AreDoneInTheOrderInWhichTheyEndAndNotInThatOfTheQuestions) {
 }
 
 // Naive: a message for which no caller waits is destroyed while the backend still writes to it.
-TEST_P(Messages, ThatNobodyWaitsForArriveAllTheSame) {
+TEST_P(Messages, ThatNoOneWaitsForArriveAllTheSame) {
   pool(GetParam(), 2).run([](World& world) {
     const auto p2p = p2p_of_all(world);
     const int other = 1 - world.rank();
@@ -552,7 +552,7 @@ TEST(P2PTag, SaysWhatItIsOf) {
 
 // Naive: a few bits of stage and micro-batch, past which a hash of 20 bits tells two apart, or does
 // not. The hash is the worst: the same for all.
-TEST(P2PTag, NoTwoOfAStepHaveOneNumberWhateverTheirHashes) {
+TEST(P2PTag, NoTwoOfAStepHaveOneNumberForAnyHashes) {
   std::mt19937 random(5);
   const auto below = [&](std::int64_t end) {
     return static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(end));
@@ -578,7 +578,7 @@ TEST(P2PTag, NoTwoOfAStepHaveOneNumberWhateverTheirHashes) {
   }
 }
 
-TEST(WorldOfOne, HasNobodyToSendTo) {
+TEST(WorldOfOne, HasNoOneToSendTo) {
   const auto world = World::of_one();
   EXPECT_THROW(p2p_of(*world, {0}), Error);
 }

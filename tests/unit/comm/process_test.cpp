@@ -128,7 +128,7 @@ TEST_P(AnyRank, ThatStallsIsNamedByWhoWaitsForItAndNotByWhoWaitsForThose) {
   EXPECT_LT(outcome.seconds, kSeconds + 1);
 }
 
-TEST_P(AnyRank, ThatExitsWithoutAWordIsNamedWithItsCode) {
+TEST_P(AnyRank, ThatExitsSilentlyIsNamedWithItsCode) {
   const auto outcome = run({.mode = "exit", .rank = GetParam(), .step = 3});
   EXPECT_EQ(outcome.exit_code, 7);
   EXPECT_EQ(outcome.last_error_line(), name() + "ended with exit code 7");
@@ -344,7 +344,7 @@ TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
 }
 
 // c10d prints what it throws as an error of its own: the same, without the rank.
-TEST(OtherLaunchers, ARankThatFindsNobodySaysSoInOneLine) {
+TEST(OtherLaunchers, ARankThatFindsNoOneSaysSoInOneLine) {
   auto variables = base::environment();
   variables.erase("TORCH_CPP_LOG_LEVEL");
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = "2";

@@ -306,7 +306,7 @@ void expect_usable(const Drawn& drawn, const PassPlan& plan) {
   }
 }
 
-TEST(BackwardPlan, WhateverIsDrawnHasWhatItNeedsWhereItNeedsIt) {
+TEST(BackwardPlan, ADrawnProgramHasWhatItNeedsWhereItNeedsIt) {
   for (unsigned seed = 0; seed < 3000; ++seed) {
     const auto drawn = draw(seed);
     expect_usable(drawn, drawn.plan());

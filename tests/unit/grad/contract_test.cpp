@@ -35,7 +35,7 @@ TEST(Contract, KeyCarriesEveryDtypeOfATrainableParameter) {
   EXPECT_EQ(key.reductions, reductions);
 }
 
-TEST(Contract, FrozenParametersShareABucketWhateverTheirGradientDtypes) {
+TEST(Contract, FrozenParametersShareABucketForAnyGradientDtypes) {
   PrecisionPolicy policy = mixed_policy();
   policy.rules = {rule_for("a"), rule_for("*")};
   policy.rules[0].reduce_dtype = DType::kBFloat16;
@@ -340,7 +340,7 @@ TEST(ResolveUnits, OnlyTheOutermostCastsItsOutputsUnlessAUnitItselfIsAsked) {
 }
 
 // Naive: a rule for the experts alone, which are most of a layer, makes its activations float32.
-TEST(ResolveUnits, ActivationOfAMixedInnerUnitIsParamDtypeWhateverMostElementsComputeIn) {
+TEST(ResolveUnits, ActivationOfAMixedInnerUnitIsParamDtypeForAnyDtypeOfTheRest) {
   PrecisionPolicy policy = mixed_policy();
   policy.cast_forward_inputs = false;
   ParameterMeta large = stored("large", kF32);

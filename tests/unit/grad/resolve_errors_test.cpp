@@ -392,7 +392,7 @@ TEST(ParamRounding, IsOfFloat32StorageThatIsGatheredInBFloat16) {
   EXPECT_EQ(resolve_only(stored("w", kBF16), policy).compute.rounding, Rounding::kNearestEven);
 }
 
-TEST(OptimizerMaster, IsBesideSixteenBitsUnlessNoneIsAskedFor) {
+TEST(OptimizerMaster, IsWithSixteenBitsUnlessNoneIsAskedFor) {
   PrecisionPolicy policy;
   policy.loss_scaling = true;
   EXPECT_EQ(resolve_only(stored("w", kBF16), policy).master, Master::kRemainder);

@@ -127,7 +127,7 @@ TEST(Resolve, RulesDtypeWinsOverTheRecordAndSaysSo) {
             "rule 1 (*norm), narrower than the float32 that the checkpoint records");
 }
 
-TEST(Resolve, PinComputesInFloat32WhateverElseIsAsked) {
+TEST(Resolve, PinComputesInFloat32ForAnyOtherRequest) {
   PrecisionPolicy policy = mixed_policy();
   ParameterMeta meta = stored("mlp.gate.weight", kF32, kF32);
   meta.strict_pin = "gate";
@@ -323,7 +323,7 @@ TEST(Resolve, RulesFreezeAndUnfreeze) {
   EXPECT_TRUE(resolve_contracts({meta, scratch("base.x")}, policy, {})[0].trainable);
 }
 
-TEST(Resolve, IntegersMirrorTheirStorageWhateverIsAsked) {
+TEST(Resolve, IntegersMirrorTheirStorageForAnyRequest) {
   PrecisionPolicy policy = mixed_policy();
   policy.storage_dtype = kF32;
   ParameterMeta meta = scratch("table", DType::kInt64);
@@ -441,7 +441,7 @@ TEST(ResolveLora, BaseIsStoredInItsComputeDtype) {
   EXPECT_EQ(contracts[2].compute.dtype, kF32);
 }
 
-TEST(ResolveLora, AdaptersAreFloat32WhateverIsAsked) {
+TEST(ResolveLora, AdaptersAreFloat32ForAnyRequest) {
   PrecisionPolicy policy = mixed_policy();
   policy.storage_dtype = kBF16;
   policy.rules = {rule_for("q_proj")};

@@ -435,7 +435,7 @@ TEST(CheckpointFolder, TheLatestIsFoundOrNamesTheNewestWholeOneBeforeIt) {
   EXPECT_THAT(refused(), Says("there is no whole checkpoint before it"));
 }
 
-TEST(CheckpointFolder, AModelsFolderIsNoneWhateverElseItHolds) {
+TEST(CheckpointFolder, AModelsFolderIsNoneWithAnyContent) {
   const TemporaryFolder folder;
   folder.write("config.json", "{}");
   folder.write("model.safetensors", "");

@@ -135,7 +135,7 @@ TEST(EventFile, AClockThatWasSetBackKeepsTheOrder) {
   EXPECT_GT(file.path().filename().string(), future);
 }
 
-TEST(EventFile, ARunThatStartsAnewRemovesTheFilesOfAnEarlierOneOnly) {
+TEST(EventFile, ARunThatStartsAgainRemovesTheFilesOfAnEarlierOneOnly) {
   const TemporaryFolder folder;
   {
     const EventFile earlier(folder / "tb", 1);

@@ -183,7 +183,7 @@ class Beating {
 constexpr auto kFar = std::chrono::hours(1);
 
 // Naive: no deadline counts as one that is over, and every peer that lives as late.
-TEST(HearingOthers, CallsNobodyLateWithoutADeadline) {
+TEST(HearingOthers, CallsNoOneLateWithoutADeadline) {
   WaitBoard board;
   AbortFlag abort_flag;
   abort_flag.patience.expect_words_within(milliseconds(500));

@@ -304,7 +304,7 @@ TEST(HangReport, ARankThatIsLostBeforeAnybodyWaitsForItIsPlacedByTheOrderOfAnoth
 
 // Threads of a rank issue in separate lanes, each in one order; how these meet differs from step to
 // step.
-TEST(RankBoard, WhatComesNextIsFoundInTheStepBeforeWhateverTheOrderOfThreads) {
+TEST(RankBoard, WhatComesNextIsFoundInTheStepBeforeInAnyOrderOfThreads) {
   std::mt19937 random(44);
   for (int draw = 0; draw < 200; ++draw) {
     const std::size_t lanes = 2 + random() % 3, length = 3 + random() % 9;

@@ -176,7 +176,7 @@ TEST(LaunchEnvironment, PmiOnOneHostIsKnownByItsLocalRanks) {
   EXPECT_THAT(refusal(with(kPmi, {{"PMI_SIZE", "4"}})), Says("on several hosts"));
 }
 
-TEST(LaunchEnvironment, WhereNobodySaysHowManyHostsAnAddressIsNeeded) {
+TEST(LaunchEnvironment, WhereNoOneSaysHowManyHostsAnAddressIsNeeded) {
   const auto neither = Says("says neither where nor an address; set MASTER_ADDR");
   EXPECT_THAT(refusal(kPmiSomewhere), neither);
   EXPECT_THAT(refusal(with(kPmiSomewhere, {{"MASTER_ADDR", ""}})), neither);
@@ -198,7 +198,7 @@ TEST(LaunchEnvironment, SrunsOwnPmiLeavesTheHostsToTheStep) {
   EXPECT_EQ(read_launch_environment(inside).launcher, Launcher::kPmi);
 }
 
-TEST(LaunchEnvironment, SlurmsNodeListStandsForAnAddressThatNobodyGives) {
+TEST(LaunchEnvironment, SlurmsNodeListStandsForAnAddressThatNoOneGives) {
   const Environment listed = with(kSlurm, {{"SLURM_STEP_NODELIST", "node[01-02]"}});
   const auto launch = read_launch_environment(listed);
   EXPECT_EQ(launch.node_list, "node[01-02]");
@@ -375,7 +375,7 @@ TEST_F(SlurmHosts, ScontrolGetsTheListAsOneWordAndItsFirstLineIsTheAddress) {
   EXPECT_EQ(words, "<show><hostnames><node[01-03,7],gpu5>") << "no shell has expanded it";
 }
 
-TEST_F(SlurmHosts, NobodyIsAskedWhereAnAddressIsGivenOrThereIsNoList) {
+TEST_F(SlurmHosts, NoOneIsAskedWhereAnAddressIsGivenOrThereIsNoList) {
   answer_by("echo asked > " + (folder_ / "asked").string() + "; echo wrong");
   LaunchEnvironment given = step();
   given.master_addr = "10.0.0.1";

@@ -203,7 +203,7 @@ TEST(PeerWatch, ASilentPeerIsLostOnlyWhileSomethingWaits) {
   EXPECT_GE(named->seconds, 42);
 }
 
-TEST(PeerWatch, WhoWasStoppedItselfTakesNobodyForLost) {
+TEST(PeerWatch, WhoWasStoppedItselfTakesNoOneForLost) {
   SimulatedStore store(kRequest);
   PeerWatch watch(store, {.rank = 0});
   Standing standing;

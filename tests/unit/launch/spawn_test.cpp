@@ -66,7 +66,7 @@ TEST(OwnSpawnProcess, DISABLED_Runs) {
 /// Property: own spawn ends with its ranks for every treatment of SIGCHLD: with their code, and
 /// where that is lost with a failure that says so. Naive: it waits for ever, as waitpid() finds no
 /// child.
-TEST(OwnSpawn, EndsWithItsRanksWhoeverTakesTheirEnds) {
+TEST(OwnSpawn, EndsWithItsRanksForAnyWaiter) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe");
   for (const std::string& taker : kTakers) {
     for (const int code : {0, 5}) {

@@ -283,7 +283,7 @@ TEST(Redistribute, ARankTakesItsOwnElementsFirstAndTheRestFromTheLowestRank) {
   EXPECT_EQ(plan_moves({{0, 4}, {4, 10}, {}}, everywhere), expected);
 }
 
-TEST(Redistribute, ElementsThatNobodyHoldsAreAnError) {
+TEST(Redistribute, ElementsThatNoOneHoldsAreAnError) {
   EXPECT_THROW(plan_moves({{0, 4}}, {{0, 5}}), Error);
 }
 

@@ -389,7 +389,7 @@ fs::path asked(double seconds = 10.0) { return torch_of_python(base::environment
 
 const std::string kAnswers = "printf '\\ntessera: torch in /x y/torch\\n'\n";
 
-TEST(TorchOfPython, IsItsAnswerWhateverElseItPrints) {
+TEST(TorchOfPython, IsItsAnswerWithAnyOtherOutput) {
   for (const std::string& script :
        {kAnswers, "echo hello; echo noise >&2\n" + kAnswers, kAnswers + "exit 1",
         kAnswers + "sleep 1000 & exit 0", kAnswers + "exec sleep 1000"}) {

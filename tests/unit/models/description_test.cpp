@@ -128,7 +128,7 @@ std::string text_of(const ModelSpec& spec) {
 }
 
 // Sizes that are accepted do not overflow: of what was found by fuzzing, and what is at the limits.
-TEST(Description, OfWhateverIsAcceptedOverflowsNothing) {
+TEST(Description, OfAnyAcceptedTextOverflowsNothing) {
   int described = 0;
   for (const auto& entry : fs::directory_iterator(TESSERA_CORPUS "/hf_config")) {
     ModelSpec spec;

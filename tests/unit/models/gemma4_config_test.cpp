@@ -106,7 +106,7 @@ TEST(Gemma4Config, GlobalKeysCountOnlyWhereTheyDoInTransformers) {
   EXPECT_EQ(parse(json).gemma4->layers[5].head_dim, 256);
 }
 
-TEST(Gemma4Config, TheLastLayerSeesEverythingWhateverTheListSays) {
+TEST(Gemma4Config, TheLastLayerSeesEverythingForAnyList) {
   Json json = written();
   json["text_config"]["layer_types"][3] = "sliding_attention";
   EXPECT_EQ(parse(json), parse(written()));

@@ -263,7 +263,7 @@ std::string grid_refusal(const at::Tensor& ids, std::int64_t kernel) {
   return refusal_of(ErrorKind::kFormat, [&] { patch_grid(ids, patches(kernel)); });
 }
 
-TEST(PatchGrid, CellsAreRowMajorWhateverTheOrderOfPatches) {
+TEST(PatchGrid, CellsAreRowMajorInAnyOrderOfPatches) {
   // 4 by 2 patches, columns first, padding in between; then a 2 by 2 image.
   const auto ids = positions(
       {{0, 0, 0, 1, 1, 0, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 0, 2, 1, 3, 0, 3, 1},

@@ -134,7 +134,7 @@ TEST_P(KnownKeys, OtherValuesThanOffAreRefused) {
 }
 
 // No flag permits a key that would be computed wrongly.
-TEST_P(KnownKeys, WhatMattersIsRefusedWhateverTheCallerSays) {
+TEST_P(KnownKeys, WhatMattersIsRefusedForAnyCaller) {
   const std::pair<const char*, json> cases[] = {{"pretraining_tp", 2},
                                                 {"is_encoder_decoder", true},
                                                 {"pruned_heads", {{"0", {1}}}},

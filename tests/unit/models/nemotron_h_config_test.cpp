@@ -161,7 +161,7 @@ TEST(BareInfinity, IsRefusedElsewhere) {
   EXPECT_EQ(spell_bare_infinity(quoted), quoted);
 }
 
-TEST(BareInfinity, OfWhateverTextChangesNothingElse) {
+TEST(BareInfinity, OfAnyTextChangesNothingElse) {
   for (const char* text : {"", "Infinity", "\"", "\"\\", "{\"time_step_limit\":[Infinity,\"\\",
                            "]]]]Infinity", "{\"time_step_limit\": [\"\\\"Infinity\"", "{{{[["}) {
     std::string found = spell_bare_infinity(text);

@@ -207,7 +207,7 @@ TEST_P(LoadBalanceOfRun, EveryTokenCountsOnceAndEveryRankHasTheSameBias) {
 INSTANTIATE_TEST_SUITE_P(Layouts, LoadBalanceOfRun, ::testing::ValuesIn(kCases),
                          [](const auto& one) { return one.param.name; });
 
-TEST(LoadBalanceOfRuns, AResumedRunGoesOnWithItsBias) {
+TEST(LoadBalanceOfRuns, AResumedRunKeepsItsBias) {
   const BalanceCase two{.name = "dp2", .shard = 2};
   const TemporaryFolder whole_folder;
   const BalancedRun whole = run(balanced(whole_folder, two), 2);

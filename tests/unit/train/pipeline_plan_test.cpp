@@ -43,7 +43,7 @@ struct Case {
   }
 };
 
-TEST(PipelinePlan, OneRankOnTheAxisHasNoPipelineWhateverTheSectionSays) {
+TEST(PipelinePlan, OneRankOnTheAxisHasNoPipelineForAnySection) {
   Case one{.dims = {.dp_shard = 4}};
   one.config.pipeline.split = {0, 100, 3};
   EXPECT_FALSE(one.resolve());

@@ -143,7 +143,7 @@ no_decay = "norm"
 }
 
 // RUN/config.toml of an earlier run has every key of then, and is trained on from.
-TEST(ConfigParse, AKeyThatIsGoneIsPassedOverWhereNobodyHadSetItAndElseRefusedByName) {
+TEST(ConfigParse, AKeyThatIsGoneIsPassedOverWhereNoOneHadSetItAndElseRefusedByName) {
   EXPECT_EQ(parse_config("[compile]\noffload_folder = \"\"\nform = 2", "x"),
             parse_config("[compile]\nform = 2", "x"));
   for (const char* set : {"\"state\"", "true", "[]"}) {

@@ -174,7 +174,7 @@ TEST(StepLine, AStepWithoutLabelsHasNeitherLossNorSpeed) {
 }
 
 // Drawn: every combination of what a step may have, small numbers and far too large ones.
-TEST(StepLine, FitsAHundredColumnsWhateverAStepHas) {
+TEST(StepLine, FitsAHundredColumnsForAnyStep) {
   std::mt19937 random(3);
   const auto maybe = [&](double value) {
     return random() % 2 == 0 ? std::optional<double>() : std::optional(value);
@@ -262,7 +262,7 @@ TEST(StepLine, GroupsThousands) {
   }
 }
 
-TEST(MetricsFile, StartsAnewAndAppends) {
+TEST(MetricsFile, StartsAgainAndAppends) {
   const TemporaryFolder folder;
   std::filesystem::create_directories(folder / "metrics");
   std::ofstream(folder / "metrics" / "metrics.jsonl") << "of an older run\n";
