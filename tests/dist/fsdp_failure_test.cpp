@@ -188,9 +188,9 @@ class LeavesToAnotherThread : public torch::autograd::Function<LeavesToAnotherTh
   }
 };
 
-// A thread that comes late tells the other ranks at once and accesses nothing that the rank's thread
-// may be working with; that one ends the step at its next call. Naive: it clears the list of open
-// forwards while the rank's thread is in one.
+// A thread that comes late tells the other ranks at once and accesses nothing that its rank's thread
+// may be using; that one ends the step at its next call. Naive: it clears the list of open forwards
+// while the rank's thread is in one.
 TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {
   for (const int count : {1, 2}) {
     ranks(count).run([](World& world) {

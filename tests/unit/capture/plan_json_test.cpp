@@ -143,7 +143,7 @@ TEST(PlanJson, UnreadKeysAreRefusedAtEveryPlace) {
   EXPECT_EQ(objects, 1U + 1 + 3 + 1 + 2 + 2 + 4 + 8);
 }
 
-// The owner of a shared parameter is a unit around the one that shares it, so no model has a circle.
+// The owner of a shared parameter is a unit around the one that shares it, so there is no circle.
 TEST(PlanJson, CirclesOfOwnersAreRefused) {
   using Owners = std::vector<std::vector<int>>;
   const auto with = [](const Owners& owners) {
