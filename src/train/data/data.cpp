@@ -88,6 +88,7 @@ Vocabulary vocabulary_of(const models::ModelSpec& spec, bool from_scratch) {
   vocabulary.size = spec.vocab_size;
   vocabulary.reads_bytes = from_scratch || spec.tessera_tokenizer == "bytes";
   vocabulary.images = models::image_tokens(spec);
+  vocabulary.lengths_count = nn::longest_short_row(spec.rope).has_value();
   return vocabulary;
 }
 

@@ -53,6 +53,10 @@ struct Vocabulary {
   bool reads_bytes =
       false;  ///< trained from scratch, or its config.json says "tessera_tokenizer": "bytes"
   std::optional<models::ImageTokens> images = std::nullopt;
+  /// How a document turns depends on its length (longest_short_row()). The last token of a packed
+  /// document, the input of no target, then stands as a document of its own: else a document inside
+  /// a row had an input more than at the row's end, which has no place for that token.
+  bool lengths_count = false;
 };
 
 class BatchSource {

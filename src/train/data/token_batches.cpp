@@ -72,12 +72,13 @@ struct RowPlaces {
 class TokenBatches final : public BatchSource {
  public:
   TokenBatches(std::vector<SourceRows> sources, std::optional<SourceDraw> draw,
-               std::int64_t seq_len, std::int64_t rows_in_step, std::int64_t vocab_size)
+               std::int64_t seq_len, std::int64_t rows_in_step, const Vocabulary& vocabulary)
       : sources_(std::move(sources)),
         draw_(std::move(draw)),
         seq_len_(seq_len),
         rows_in_step_(rows_in_step),
-        vocab_size_(vocab_size),
+        vocab_size_(vocabulary.size),
+        lengths_count_(vocabulary.lengths_count),
         packs_(std::ranges::any_of(
             sources_, [](const SourceRows& rows) { return rows.documents.has_value(); })) {}
 
@@ -204,6 +205,7 @@ class TokenBatches final : public BatchSource {
       marks.front() = 0;  // nothing in front of it is to predict it
       places.begin_document(at, at + count, length - 1);
       at += count;
+      if (lengths_count_) places.begin_document(at - 1, at, length - 1);
     }
     // Empty places are a document of their own, which has no target. It begins as the row does: one
     // token again and again would draw all of them to the same few experts.
@@ -220,7 +222,8 @@ class TokenBatches final : public BatchSource {
   std::int64_t seq_len_;
   std::int64_t rows_in_step_;
   std::int64_t vocab_size_;
-  bool packs_;  // some rows hold several documents
+  bool lengths_count_;  // Vocabulary's
+  bool packs_;          // some rows hold several documents
 };
 
 /// Describes the rows of a source.
@@ -311,7 +314,7 @@ std::unique_ptr<BatchSource> open_token_batches(const BatchRequest& request) {
   }
   return std::make_unique<TokenBatches>(std::move(sources), std::move(draw),
                                         *request.training.seq_len, sizes.global,
-                                        request.vocabulary.size);
+                                        request.vocabulary);
 }
 
 }  // namespace tessera::train

@@ -75,13 +75,11 @@ void run(Model& model, const models::ModelInputs& inputs, bool is_last) {
   model->call(&models::LanguageModel::forward_routed, inputs).result.backward();
 }
 
-std::vector<at::Tensor> packed_gradients(Model& model, const Documents& documents) {
+/// The gradients of a step of these micro-batches.
+std::vector<at::Tensor> gradients_of(Model& model,
+                                     const std::vector<models::ModelInputs>& batches) {
   model->zero_grad();
-  models::ModelInputs inputs;
-  inputs.input_ids = documents.ids;
-  inputs.targets = documents.ids;
-  inputs.documents.starts = documents.starts;
-  run(model, inputs, true);
+  for (const models::ModelInputs& inputs : batches) run(model, inputs, &inputs == &batches.back());
   std::vector<at::Tensor> gradients;
   for (const ShardView& view : model->shards()) {
     if (view.shard.grad().defined()) gradients.push_back(view.shard.grad().clone());  // else frozen
@@ -89,21 +87,24 @@ std::vector<at::Tensor> packed_gradients(Model& model, const Documents& document
   return gradients;
 }
 
+std::vector<at::Tensor> packed_gradients(Model& model, const Documents& documents) {
+  models::ModelInputs inputs;
+  inputs.input_ids = documents.ids;
+  inputs.targets = documents.ids;
+  inputs.documents.starts = documents.starts;
+  return gradients_of(model, {inputs});
+}
+
 std::vector<at::Tensor> gradients_alone(Model& model, const Documents& documents) {
-  model->zero_grad();
+  std::vector<models::ModelInputs> batches;
   std::int64_t begin = 0;
   for (const std::int64_t length : documents.lengths) {
-    models::ModelInputs inputs;
+    models::ModelInputs& inputs = batches.emplace_back();
     inputs.input_ids = documents.ids.narrow(1, begin, length).contiguous();
     inputs.targets = inputs.input_ids;
     begin += length;
-    run(model, inputs, begin == kPositions);
   }
-  std::vector<at::Tensor> gradients;
-  for (const ShardView& view : model->shards()) {
-    if (view.shard.grad().defined()) gradients.push_back(view.shard.grad().clone());  // else frozen
-  }
-  return gradients;
+  return gradients_of(model, batches);
 }
 
 /// The error of all shards of a rank together: parts of one parameter may be as small as they like.
@@ -224,6 +225,48 @@ INSTANTIATE_TEST_SUITE_P(
 
 INSTANTIATE_TEST_SUITE_P(Drawn, PackedLayouts, ::testing::ValuesIn(drawn_layouts()),
                          [](const auto& one) { return one.param.name; });
+
+// Phi-4-mini's longrope: rows of at most 16 positions turn otherwise than longer ones. Documents of
+// 17 tokens, one more than that, fill a row of 84 inputs and a target. Property: each turns as its
+// row of 16 inputs and 16 targets alone. Naive: all but the last one are rows of 17 inputs.
+TEST(PackedLongRope, ADocumentTurnsAsAloneWhereverItIsInItsRow) {
+  constexpr std::int64_t kTokens = 17, kCount = 5;
+  const TemporaryFolder folder;
+  Config config = config_of({"longrope", "phi4-mini"}, folder);
+  config.model.config = "";
+  config.model.path = TESSERA_TEST_DATA "/phi4-mini-fp32";
+  const ModelSource source = open_model(config.model, config.lora);
+  ASSERT_EQ(source.spec.rope.original_max_position_embeddings, kTokens - 1);
+  std::vector<std::uint16_t> tokens;
+  std::vector<std::uint64_t> ends;
+  std::mt19937 random(3);
+  for (std::int64_t i = 0; i < kCount * kTokens; ++i) {
+    tokens.push_back(static_cast<std::uint16_t>(2 + random() % 60));
+    if ((i + 1) % kTokens == 0) ends.push_back(static_cast<std::uint64_t>(i + 1));
+  }
+  folder.write("t.bin", {reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size()});
+  folder.write("t.docs.bin", {reinterpret_cast<const char*>(ends.data()), 8 * ends.size()});
+  folder.write("t.json", R"({"dtype": "uint16", "num_tokens": 85, "vocab_size": 64})");
+  BatchRequest request;
+  request.path = {(folder / "t.bin").string()};
+  request.packing = Packing::kDocuments;
+  request.training.seq_len = kCount * kTokens - 1;
+  request.training.global_batch_size = 1;
+  request.vocabulary = vocabulary_of(source.spec, false);
+  const models::ModelInputs packed = open_batches(request)->load(1, {0, 1}).inputs();
+  std::vector<models::ModelInputs> alone;
+  for (std::int64_t begin = 0; begin < kCount * kTokens; begin += kTokens) {
+    const std::vector<std::int64_t> ids(tokens.begin() + begin, tokens.begin() + begin + kTokens);
+    const at::Tensor document = at::tensor(ids, at::kLong).unsqueeze(0);
+    models::ModelInputs& inputs = alone.emplace_back();
+    inputs.input_ids = document.narrow(1, 0, kTokens - 1).contiguous();
+    inputs.targets = document.narrow(1, 1, kTokens - 1).contiguous();
+  }
+  on_ranks(1, [&](World& world) {
+    auto model = parallelize(source, config, world.mesh(mesh_shape({})));
+    EXPECT_LT(relative_error(gradients_of(model, {packed}), gradients_of(model, alone)), kBound);
+  });
+}
 
 /// Every layout for at least two of the families with experts.
 std::vector<Layout> layouts_with_fillers() {

@@ -120,6 +120,23 @@ TEST(TokenBatches, RowsOfDocumentsHoldThemWholeAndApart) {
               Says("3 documents in 3 rows of 5 tokens, 1 longer than a row and cut, 20% of"));
 }
 
+// A document's last token is an input inside a row and none at its end: alone, it leaves the same
+// inputs to the document in both places.
+TEST(TokenBatches, WhereLengthsCountALastTokenStandsAlone) {
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 12));
+  folder.write("t.docs.bin", ends_of({3, 5, 12}));
+  request.training.seq_len = 4;
+  request.packing = Packing::kDocuments;
+  request.vocabulary.lengths_count = true;
+  constexpr std::int64_t kNone = -100;
+  const std::vector<PackedRow> expected{
+      {{0, 1, 2, 3}, {1, 2, kNone, 4}, {0, 0, 2, 3}},
+      {{5, 6, 7, 8}, {6, 7, 8, 9}, {0, 0, 0, 0}},
+      {{10, 11, 10, 11}, {11, kNone, kNone, kNone}, {0, 1, 2, 2}}};
+  EXPECT_EQ(rows_of_pass(request, 3), expected);
+}
+
 TEST(TokenBatches, DocumentsArePackedByDefaultWhereAMaskAndBordersAre) {
   const TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 10), 4);
