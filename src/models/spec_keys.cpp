@@ -273,6 +273,9 @@ nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string
   rope.type = rope_type(keys, path, around);
   rope.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
   if (around.partial_rotary_factor) {
+    if (keys.is_null("partial_rotary_factor")) {
+      keys.refuse("partial_rotary_factor", "a number from 0 to 1, or no such key");
+    }
     rope.partial_rotary_factor =
         keys.number("partial_rotary_factor", {0.0, 1.0}).value_or(*around.partial_rotary_factor);
   } else {
@@ -319,8 +322,10 @@ RopeAround outside_records(ConfigReader& keys, RopeAround around) {
   const auto original = keys.integer("original_max_position_embeddings", kSize);
   if (original) around.original_max_position_embeddings = original;
   if (around.partial_rotary_factor) {
+    // transformers puts its default in place of an absent key alone; null: rotary_dim is head_dim.
+    const bool is_null = keys.is_null("partial_rotary_factor");
     const auto part = keys.number("partial_rotary_factor", {0.0, 1.0});
-    if (part) around.partial_rotary_factor = part;
+    if (part || is_null) around.partial_rotary_factor = part.value_or(1.0);
   }
   return around;
 }

@@ -146,6 +146,20 @@ TEST(Qwen3NextConfig, HeadsAndFiltersThatAreNoneAreRefusedByName) {
                              {"shared_expert_intermediate_size", 0}});
 }
 
+// Truth: transformers 5.24, which puts the family's part in place of an absent key only, and cannot
+// build a model from a null inside of rope_parameters.
+TEST(Qwen3NextConfig, ANullRotaryPartTurnsTheWholeHead) {
+  EXPECT_EQ(kQwen3Next.spec({{"partial_rotary_factor", nullptr}}).rope.partial_rotary_factor, 1.0);
+  EXPECT_EQ(kQwen3Next.spec_without({"partial_rotary_factor"}).rope.partial_rotary_factor, 0.25);
+  json record{{"rope_type", "default"}, {"partial_rotary_factor", 0.5}};
+  const auto found = [&] {
+    return kQwen3Next.spec({{"partial_rotary_factor", nullptr}, {"rope_parameters", record}});
+  };
+  EXPECT_EQ(found().rope.partial_rotary_factor, 0.5);
+  record["partial_rotary_factor"] = nullptr;
+  EXPECT_REFUSED(kConfig, found(), "rope_parameters.partial_rotary_factor: found null");
+}
+
 // A rank has whole key heads, each with the value heads that it serves: rows of the projections
 // stand in that order, channels of the convolution as all q, all k, all v.
 TEST(Qwen3NextConfig, RanksOfTpShareKeyHeads) {
