@@ -92,9 +92,9 @@ std::vector<std::string> ConfigReader::unknown() const {
   return lines;
 }
 
-void check_head_dim(std::string_view key, std::int64_t head_dim) {
+void check_head_dim(std::string_view key, std::int64_t head_dim, std::string_view why) {
   TESSERA_CHECK(head_dim % 2 == 0, ErrorKind::kConfig, "config.json ", key, ": found ", head_dim,
-                ", expected an even number, as rope turns pairs");
+                ", expected an even number, ", why);
 }
 
 void check_key_value_heads(std::string_view key, std::int64_t found, std::int64_t attention_heads) {

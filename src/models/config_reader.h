@@ -70,7 +70,8 @@ class ConfigReader {
 };
 
 /// Errors: kConfig naming `key` of config.json, which may say of which layer.
-void check_head_dim(std::string_view key, std::int64_t head_dim);
+void check_head_dim(std::string_view key, std::int64_t head_dim,
+                    std::string_view why = "as rope turns pairs");
 void check_key_value_heads(std::string_view key, std::int64_t found, std::int64_t attention_heads);
 
 /// As messages show it.

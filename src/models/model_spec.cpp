@@ -29,7 +29,10 @@ void settle_heads(ModelSpec& spec) {
                   " (there is no head_dim)");
     spec.head_dim = spec.hidden_size / spec.num_attention_heads;
   }
-  check_head_dim("head_dim", spec.head_dim);
+  check_head_dim("head_dim", spec.head_dim,
+                 traits(spec.family).rope
+                     ? "as rope turns pairs"
+                     : "as attention lays out heads in pairs of elements, without rope, too");
 }
 
 void check_layer_types(ConfigReader& keys, std::int64_t layers) {

@@ -92,6 +92,9 @@ TEST(NemotronHConfig, WhatIsNotComputedIsRefused) {
                             {"n_shared_experts", 2},
                             {"norm_eps", 1e-6},
                             {"attention_head_dim", 8},
+                            {"head_dim", 7,
+                             "head_dim: found 7, expected an even number, as attention lays out "
+                             "heads in pairs of elements, without rope, too"},
                             {"n_groups", 3, "n_groups: found 3, expected a divisor of"},
                             {"n_group", 3},
                             {"first_k_dense_replace", 1}});
