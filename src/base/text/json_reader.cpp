@@ -40,13 +40,17 @@ class ValueBuilder {
     TESSERA_CHECK(added, ErrorKind::kFormat, where_, ": found the key ", printable(at.key()),
                   " twice in one object");
     awaited_ = &*at;
+    key_ = &at.key();
     return true;
   }
-  bool parse_error(std::size_t, const std::string&, const Json::exception& error) {
+  bool parse_error(std::size_t position, const std::string&, const Json::exception& error) {
     const auto* const at = dynamic_cast<const Json::parse_error*>(&error);
-    throw Error(ErrorKind::kFormat,
-                concat(where_, ": malformed JSON", at ? concat(" at byte ", at->byte) : "", ": ",
-                       complaint_of(error)));
+    // Numbers that a double cannot hold: an error of another kind, which has no byte of its own.
+    const bool is_of_key = at == nullptr && !open_.empty() && open_.back()->is_object();
+    throw Error(
+        ErrorKind::kFormat,
+        concat(where_, ": malformed JSON at byte ", at ? at->byte : position,
+               is_of_key ? concat(", key ", printable(*key_)) : "", ": ", complaint_of(error)));
   }
 
  private:
@@ -72,8 +76,9 @@ class ValueBuilder {
   std::string_view where_;
   std::size_t max_depth_;
   Json root_;
-  Json* awaited_ = &root_;   // where the next value goes, unless it is an item of a list
-  std::vector<Json*> open_;  // open lists and objects; their parents do not move meanwhile
+  const std::string* key_ = nullptr;  // the last one
+  Json* awaited_ = &root_;            // where the next value goes, unless it is an item of a list
+  std::vector<Json*> open_;           // open lists and objects; their parents do not move meanwhile
 };
 
 /// Returns the integer; none for other values, and for integers outside the range or 64 bits.

@@ -160,6 +160,11 @@ TEST(Qwen3NextConfig, ANullRotaryPartTurnsTheWholeHead) {
   EXPECT_REFUSED(kConfig, found(), "rope_parameters.partial_rotary_factor: found null");
 }
 
+TEST(Qwen3NextConfig, ANumberThatNoDoubleHoldsIsRefusedWithItsKeyAndByte) {
+  EXPECT_REFUSED(kFormat, parse_spec(R"({"model_type": "qwen3_next", "rope_theta": 1e400})"),
+                 "malformed JSON at byte 48, key 'rope_theta': number overflow parsing '1e400'");
+}
+
 // A rank has whole key heads, each with the value heads that it serves: rows of the projections
 // stand in that order, channels of the convolution as all q, all k, all v.
 TEST(Qwen3NextConfig, RanksOfTpShareKeyHeads) {

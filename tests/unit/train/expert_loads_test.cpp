@@ -120,7 +120,7 @@ TEST(ExpertLoads, AFileThatDoesNotFitIsRefusedWithWhatWasFound) {
       {"[[1, 2, 3], [1, 2]]", "f: list 1: found 2 numbers, expected 3"},
       {"[[1, 2, 3], [0, 0, 0]]", "f: list 1: found 0 for every expert"},
       {"[[1, 2, 3], [1, 2, 3], [1, 2, 3]]", "f: found 3 lists, expected one for all layers, or 2"},
-      {"[1, 2, 1e999]", "f: malformed JSON"},
+      {"[1, 2, 1e999]", "f: malformed JSON at byte 12: number overflow"},
       {"[1, 2, NaN]", "f: malformed JSON at byte 8"},
       {"[1, 2, 3] 4", "f: malformed JSON"}};
   for (const auto& [text, message] : wrong) {
