@@ -130,6 +130,8 @@ struct FamilyTraits {
     return std::string(name);
   };
   DecoderNames names = {};
+  /// The keys that say which kind each layer is, where kinds differ in their tensors; for messages.
+  std::string_view layer_keys = {};
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
   std::string_view mlp_module = "mlp";                ///< of a layer without experts

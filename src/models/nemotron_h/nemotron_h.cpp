@@ -245,6 +245,7 @@ const FamilyTraits& nemotron_h_traits() {
                 .embedding = "embeddings",
                 .norm = "norm_f",
                 .stem_in_transformers = "model"},
+      .layer_keys = "hybrid_override_pattern or layers_block_type",
       .router_module = "gate",
       .mlp_module = "mixer",
       .moe_names = {.module = "mixer"},

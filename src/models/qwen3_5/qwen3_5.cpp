@@ -37,6 +37,7 @@ const FamilyTraits& qwen3_5_traits() {
                           .other_keys = {"image_token_id", "video_token_id",
                                          "vision_start_token_id", "vision_end_token_id"}},
       .module_name = name_in_qwen3_5,
+      .layer_keys = kDeltaNetLayerKeys,
       .pins = delta_net_pins(),
       .norm_adds_one = true,
       .norm_rounds_once = true,

@@ -14,6 +14,8 @@ namespace tessera::models {
 
 /// The rotary share of a head where the key is absent.
 inline constexpr double kTurnedPartOfDeltaNet = 0.25;
+/// FamilyTraits::layer_keys.
+inline constexpr std::string_view kDeltaNetLayerKeys = "layer_types or full_attention_interval";
 
 /// The sizes of linear layers, and which layers are linear.
 KeyRows delta_net_rows();

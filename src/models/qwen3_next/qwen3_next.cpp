@@ -39,6 +39,7 @@ const FamilyTraits& qwen3_next_traits() {
                   {size("shared_expert_intermediate_size", &MoeSpec::shared_intermediate_size)}})),
       .read = read_qwen3_next,
       .module_name = without_prediction,
+      .layer_keys = kDeltaNetLayerKeys,
       .router_module = "gate",
       .shared_module = "shared_expert",
       .moe_names = {.peft_takes_mlp_for_experts = true},

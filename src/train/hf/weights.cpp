@@ -29,7 +29,7 @@ bool is_computed_buffer(const std::string& name) {
 }
 
 void check_shape(const TensorSource& folder, const std::string& name,
-                 const std::vector<std::int64_t>& shape) {
+                 const std::vector<std::int64_t>& shape, const std::string& remark = {}) {
   const auto* info = folder.find(name);
   const bool is_packed = info == nullptr && folder.find(name + "_blocks") != nullptr;
   TESSERA_CHECK(info != nullptr, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
@@ -37,7 +37,7 @@ void check_shape(const TensorSource& folder, const std::string& name,
                 is_packed ? concat("; ", name,
                                    "_blocks is there: quantization_config of config.json "
                                    "does not say how it is packed")
-                          : "");
+                          : remark);
   TESSERA_CHECK(info->shape == shape, ErrorKind::kFormat, folder.path().string(), ": tensor ", name,
                 ": found shape ", shape_text(info->shape), ", expected ", shape_text(shape),
                 " from config.json");
@@ -53,7 +53,8 @@ std::string_view stem_of(const models::ParameterSpec& parameter) {
 }
 
 /// Each of them, of one shape and one dtype: they become one parameter.
-void check_stacked(const TensorSource& folder, const models::ParameterSpec& parameter) {
+void check_stacked(const TensorSource& folder, const models::ParameterSpec& parameter,
+                   const std::string& remark) {
   std::size_t missing = 0;
   const std::string* first_missing = nullptr;
   for (const std::string& name : parameter.stacked) {
@@ -63,7 +64,7 @@ void check_stacked(const TensorSource& folder, const models::ParameterSpec& para
   TESSERA_CHECK(missing == 0, ErrorKind::kFormat, folder.path().string(), ": found no tensor ",
                 *first_missing, missing > 1 ? concat(" (and ", missing - 1, " more)") : "",
                 ", expected all ", parameter.stacked.size(), " that ", parameter.name,
-                " stacks, as many as config.json describes");
+                " stacks, as many as config.json describes", remark);
   const SourceTensor& first = *folder.find(parameter.stacked.front());
   for (const std::string& name : parameter.stacked) {
     check_shape(folder, name, parameter.stacked_shape);
@@ -106,6 +107,12 @@ std::set<std::string_view> known_names(const std::vector<models::ParameterSpec>&
   return names;
 }
 
+/// Names the keys that decide which tensors a layer has, for a tensor of a layer.
+std::string about_layers(std::string_view keys, std::string_view name) {
+  if (keys.empty() || name.find(".layers.") == std::string_view::npos) return {};
+  return concat("; ", keys, " of config.json says which layers there are, and of which kind");
+}
+
 }  // namespace
 
 Error not_floating(const TensorSource& folder, std::string_view what, const std::string& name,
@@ -116,12 +123,13 @@ Error not_floating(const TensorSource& folder, std::string_view what, const std:
 }
 
 void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table,
-                   const std::vector<models::BufferSpec>& buffers) {
+                   const std::vector<models::BufferSpec>& buffers, std::string_view layer_keys) {
   for (const auto& parameter : table) {
     if (!parameter.stacked.empty()) {
-      check_stacked(folder, parameter);
+      check_stacked(folder, parameter, about_layers(layer_keys, parameter.name));
     } else if (parameter.tied_to.empty()) {
-      check_shape(folder, parameter.name, parameter.shape);
+      check_shape(folder, parameter.name, parameter.shape,
+                  about_layers(layer_keys, parameter.name));
     }
   }
   for (const auto& buffer : buffers) {
@@ -140,7 +148,7 @@ void check_tensors(const TensorSource& folder, const std::vector<models::Paramet
   }
   TESSERA_CHECK(unknown == 0, ErrorKind::kFormat, folder.path().string(), ": found the tensor ",
                 *first, unknown > 1 ? concat(" (and ", unknown - 1, " more)") : "",
-                meaning_of(*first, table));
+                meaning_of(*first, table), about_layers(layer_keys, *first));
 }
 
 void check_tensors(const ModelSource& source) {
@@ -149,7 +157,7 @@ void check_tensors(const ModelSource& source) {
   buffers.insert(buffers.end(), biases.begin(), biases.end());
   auto table = source.description.parameters;
   std::erase_if(table, [](const auto& row) { return models::is_adapter(row.name); });
-  check_tensors(*source.folder, table, buffers);
+  check_tensors(*source.folder, table, buffers, models::traits(source.spec.family).layer_keys);
 }
 
 void check_adapters(const ModelSource& source) {

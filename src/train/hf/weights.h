@@ -25,9 +25,11 @@ struct ModelSource;
 /// That the source's folder holds the model's parameters and buffers and no other tensors. Errors:
 /// kFormat for a tensor that is missing, has another shape, or that the model does not have; for
 /// tensors that one parameter stacks in several dtypes; for a buffer that is not floating.
+/// `layer_keys`: FamilyTraits::layer_keys, named where a layer has other tensors.
 void check_tensors(const ModelSource& source);
 void check_tensors(const TensorSource& folder, const std::vector<models::ParameterSpec>& table,
-                   const std::vector<models::BufferSpec>& buffers);
+                   const std::vector<models::BufferSpec>& buffers,
+                   std::string_view layer_keys = {});
 
 /// The error for a tensor of the folder ("tensor", "buffer") whose dtype is not one to compute in.
 Error not_floating(const TensorSource& folder, std::string_view what, const std::string& name,
