@@ -17,15 +17,15 @@ namespace tessera::train {
 
 namespace {
 
-void load(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
-          Loaded what) {
+void load(const ShardedBase& model, const TensorSource& folder, const FileForms& forms, Loaded what,
+          std::span<const std::string> states = {}) {
   auto& world = *model.mesh().world();
   if (!folder.hashed_files().empty()) {
     comm::on_all_or_none(world, "verifying the weights",
                          [&] { verify_weights(folder, world.rank(), world.size()); });
   }
   comm::on_all_or_none(world, "loading the weights",
-                       [&] { load_weights(model, folder, forms, what); });
+                       [&] { load_weights(model, folder, forms, what, states); });
 }
 
 /// With kLater the caller fills what is trained.
@@ -34,7 +34,8 @@ void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t see
   const bool later = weights == InitialWeights::kLater;
   if (source.base_hash) check_base(source, *model.mesh().world());
   if (source.folder && (!later || source.lora)) {
-    load(model, *source.folder, file_forms(source.description.parameters), Loaded::kModel);
+    load(model, *source.folder, file_forms(source.description.parameters), Loaded::kModel,
+         models::traits(source.spec.family).pins.states);
   }
   if (later) return;
   if (source.adapters) {

@@ -50,6 +50,21 @@ TEST(BrokenRouter, IsExitCodeOneAndNamedInEveryLayout) {
   }
 }
 
+// Naive: the router behind the layer is the first to see them, and takes the blame.
+TEST(BrokenStates, AreNamedWhenTheyAreLoaded) {
+  const std::vector<std::string> one{"--nproc", "1"};
+  const std::vector<std::string> cut{"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"};
+  for (const auto& [of, tensor, layout] :
+       {std::tuple{"qwen3-next-fp32", "model.layers.0.linear_attn.A_log", one},
+        std::tuple{"qwen3-next-fp32", "model.layers.2.linear_attn.dt_bias", cut},
+        std::tuple{"nemotron-h-fp32", "backbone.layers.4.mixer.D", one}}) {
+    const TemporaryFolder folder;
+    write_broken_model(folder, of, tensor);
+    EXPECT_THAT(gradients_of(folder, of, layout),
+                Exits(2, concat("tensor ", tensor, ": found NaN, expected finite numbers")));
+  }
+}
+
 /// The folder of the reference data as m/, with another value of a key, or without it.
 Outcome with_key(const std::string& of, const std::string& key, const nlohmann::json& value) {
   const TemporaryFolder folder;

@@ -273,16 +273,33 @@ at::Tensor read_parameter(const TensorSource& folder, const GradContract& contra
   return values;
 }
 
+namespace {
+
+/// A state that such a value decays or feeds is not finite from there on: the loss would show it at
+/// the first step, without a name.
+void check_finite(const at::Tensor& values, const TensorSource& folder, const std::string& name) {
+  TESSERA_CHECK(values.isfinite().all().item<bool>(), ErrorKind::kFormat, folder.path().string(),
+                ": tensor ", name, ": found ",
+                values.isnan().any().item<bool>() ? "NaN" : "an infinity",
+                ", expected finite numbers: the states of its layer depend on all of them");
+}
+
+}  // namespace
+
 void load_weights(const ShardedBase& model, const TensorSource& folder, const FileForms& forms,
-                  Loaded what) {
+                  Loaded what, std::span<const std::string> states) {
   const at::NoGradGuard no_grad;
   LoadingProgress progress = progress_of(model, "loading weights");
   for (const auto& view : model.shards()) {
     const auto& name = view.contract->name;
     if (models::is_adapter(name) != (what == Loaded::kAdapters)) continue;
     const FileForm form = forms.of(*view.contract);
+    const bool is_of_states = std::ranges::any_of(
+        states, [&](const std::string& pattern) { return matches_name(pattern, name); });
     in_chunks(view, form.file, progress, [&](const at::Tensor& part, const layout::Piece& piece) {
-      grad::load_values(part, read_parameter(folder, *view.contract, form, piece), *view.contract);
+      const at::Tensor values = read_parameter(folder, *view.contract, form, piece);
+      if (is_of_states) check_finite(values, folder, name);
+      grad::load_values(part, values, *view.contract);
     });
   }
 }

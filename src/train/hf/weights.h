@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,9 +57,10 @@ enum class Loaded : std::uint8_t { kModel, kAdapters };
 
 /// Copies the owned range of every parameter of that kind; the folder passed check_tensors or
 /// check_adapters. Not collective. Errors: kContract for a value that the dtype it is kept in, or
-/// loaded through, cannot hold.
+/// loaded through, cannot hold; kFormat for a value that is not finite in a parameter whose name
+/// matches one of `states` (KeepInFloat32::states).
 void load_weights(const ShardedBase& model, const TensorSource& folder, const FileForms& forms = {},
-                  Loaded what = Loaded::kModel);
+                  Loaded what = Loaded::kModel, std::span<const std::string> states = {});
 
 /// Gives every buffer that the folder has its values in the storage dtype; set_loaded() casts them.
 /// Not collective.
