@@ -364,8 +364,7 @@ class Trainer {
 
   Vocabulary vocabulary_of_model() const { return vocabulary_of(source_.spec, !source_.folder); }
 
-  /// The part of a plan that stays the same before the model is there; the run's ranks, rows and
-  /// memory.
+  /// The part of a plan that is known before the model: the run's ranks, rows and memory.
   CompileOptions options_of_plan(const ModelContract& contract) {
     // The steps of a pipeline have the plan of its schedule.
     if (config_.compile.mode == CompileChoice::kOff || has_schedule(config_)) return {};

@@ -109,9 +109,9 @@ TEST(PlanVerb, SaysWhoseStepItShowsAndInspectAgreesWhereItIsSent) {
     }
     SCOPED_TRACE(::testing::PrintToString(words));
     const Outcome outcome = succeeded(plan(folder, words));
-    EXPECT_EQ(
-        outcome.out.find("\n  compile.mode is \"off\" in the configuration, ") != std::string::npos,
-        mode == "off");
+    EXPECT_EQ(outcome.out.find("\n  the run follows no plan (compile.mode = \"off\"): ") !=
+                  std::string::npos,
+              mode == "off");
     const std::string sent = sent_in(outcome.out, "\n  sent by a rank: ");
     const auto inspected = [&](Words more) {
       more.insert(more.begin(), {"inspect", "--contract", "run.toml", "--world", "2"});
