@@ -483,8 +483,8 @@ TEST(InspectCommand, ACheckpointHasTheKeysOfAFolderWithStepFilesAndPieces) {
   const Outcome text = succeeded(run_program(folder, {"inspect", "run/checkpoint"}));
   EXPECT_THAT(text.out, ContainsRegex("model/lm_head\\.weight +float32 +\\[260, 16\\] +16640 bytes "
                                       "in [12] pieces?\n"));
-  EXPECT_THAT(text.out, EndsWith("step 3: 56 tensors, " + std::to_string(elements) + " elements, " +
-                                 std::to_string(bytes) + " bytes in 2 files\n"));
+  EXPECT_THAT(text.out, StartsWith("step 3: 56 tensors, " + std::to_string(elements) +
+                                   " elements, " + std::to_string(bytes) + " bytes in 2 files\n"));
 }
 
 TEST(InspectCommand, VersionOneIsListedAndConvertedAsVersionTwo) {
