@@ -77,9 +77,10 @@ class Families(Program):
             return convert_whole_test.ConvertGemma4.logits_with_images(self, folder, batch)
         return self.logits_of_transformers(folder, batch["input_ids"])
 
-    def train_step(self, model, name):
+    def train_step(self, model, name, has_experts=True):
         """A step that moves every parameter, and the routers' stored biases."""
-        words = ("--model.load_balance_coeff", "0.05") if name in ("deepseek-v3", "glm4-moe", "kimi-k2", "nemotron-h") else ()
+        has_biases = has_experts and name in ("deepseek-v3", "glm4-moe", "kimi-k2", "nemotron-h")
+        words = ("--model.load_balance_coeff", "0.05") if has_biases else ()
         batch = DATA / f"{name}-fp32" / "reference.safetensors"
         return self.train(model, f'"{batch}"', *FLOAT32, *words, steps=1, ranks=1)
 
@@ -101,7 +102,8 @@ class Families(Program):
         (self.folder / "model.json").write_text(json.dumps(config))
         try:
             self.check(name, DATA / f"{name}-fp32" / "reference.safetensors",
-                       self.train_step('config = "model.json"', name))
+                       self.train_step('config = "model.json"', name,
+                                       has_experts="E" in changes.get("hybrid_override_pattern", "E")))
         finally:
             self.remove_made()
 
