@@ -256,7 +256,7 @@ void train_a_pipeline(const Plan& plan, World& world) {
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
   const auto p2p = comm::p2p_of(world, all);
   Plan wrong = plan;
-  wrong.mode = plan.mode.substr(5);
+  wrong.mode = plan.mode.substr(4);
   for (int step = 0; step < plan.steps; ++step) {
     const bool fails = step == plan.step && world.rank() == plan.rank;
     try {
