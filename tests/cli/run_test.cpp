@@ -239,7 +239,7 @@ TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {
 TEST(Program, HelpAndVersionGoToStdout) {
   const TemporaryFolder folder;
   const Outcome help = succeeded(run_program(folder, {"--help"}));
-  EXPECT_THAT(help.out, Says("Train the model that a TOML file describes, or resume its run."));
+  EXPECT_THAT(help.out, Says("Train the model that a TOML file describes, or resume"));
   EXPECT_EQ(help.err, "");
   const Outcome keys = succeeded(run_program(folder, {"--help-keys", "training"}));
   EXPECT_THAT(keys.out, Says("training.seq_len  integer (tokens), required"));
