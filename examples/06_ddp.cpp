@@ -15,6 +15,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -51,7 +53,7 @@ struct Batch {
 
 /// Draws the batch of a step, the same in every process: the seed is the number of the step.
 Batch draw(int step, int ranks) {
-  torch::manual_seed(1000 + step);
+  torch::manual_seed(static_cast<std::uint64_t>(1000 + step));
   const auto points = torch::randn({ranks * kRowsPerRank, 2});
   return {points, points.norm(2, 1).lt(1.2).to(torch::kFloat)};
 }
@@ -112,9 +114,9 @@ void run(tessera::World& world) {
   if (world.rank() != 0) return;
   const auto expected = plain_loop(world.size());
   std::printf("step  %d ranks (DDP)  one rank, plain loop\n", world.size());
-  for (int step = 0; step < kSteps; ++step) {
-    if (step % 50 == 0 || step == kSteps - 1) {
-      std::printf("%4d  %.8f     %.8f\n", step, found[step], expected[step]);
+  for (std::size_t step = 0; step < found.size(); ++step) {
+    if (step % 50 == 0 || step + 1 == found.size()) {
+      std::printf("%4zu  %.8f     %.8f\n", step, found[step], expected[step]);
     }
     TESSERA_CHECK(found[step] == expected[step], tessera::ErrorKind::kNumeric,
                   "the losses of step ", step, " differ: found ", found[step], ", expected ",
