@@ -1,9 +1,8 @@
 """Programs that end in many ways, for test_ends.py.
 
-`python ends.py` reads jobs as lines of JSON from stdin, and forks for each rank of a job a process that is a script of
-its own from there on: what its program raises reaches the interpreter, which prints it, calls what atexit has, and
-ends, as after `python script.py`. So one import of torch serves all. Each rank writes stdout and stderr into files of
-the job's folder; when a job has ended, or its time is over, a line of JSON with exit codes and seconds goes to stdout.
+`python ends.py` reads jobs as lines of JSON from stdin, and forks a process for each rank of a job, so that one import
+of torch serves all. An error of its program reaches the interpreter, as after `python script.py`. Each rank writes
+stdout and stderr into files of the job's folder; at the job's end its exit codes and seconds are a line of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// What a rank is doing, for the code that reports a failure and knows only its own part: a unit
+// Names the work of a rank for the code that reports a failure and knows only its own part: a unit
 // whose forward an exception leaves does not know the slot of a schedule that it ran in.
 //
 // It belongs to a pass (pass_local.h). No text is made before it is asked for. Pure.

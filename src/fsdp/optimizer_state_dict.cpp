@@ -165,7 +165,7 @@ void refuse_state(const Optimizer& optimizer, const GradContract& contract,
   }
 }
 
-/// What is loaded into which state, and the reasons to refuse it.
+/// Pairs each state to load with its parameter, and collects the reasons to refuse it.
 struct LoadPlan : fsdp::LoadRefusals {
   std::vector<std::pair<const OptimizerState*, const ParameterState*>> sources;
 };

@@ -43,7 +43,7 @@ enum class Typed { kWord, kPattern };
 std::size_t edit_distance(std::string_view typed, std::string_view text, Typed as);
 
 /// Returns the name that has the components closest to a pattern which matches no name, if they are
-/// close enough to be meant; the first one among equals. Plain words are dotted names of one
+/// close enough to be meant; the first one among equals. A name without dots has one
 /// component, so that this also finds the key that a misspelt key stands for.
 std::optional<std::string> closest_name(std::string_view pattern,
                                         const std::vector<std::string>& names);

@@ -5,9 +5,9 @@
 // result is copied there. Views need no operation: a value is made once. Memory that forward leaves
 // for backward lies in the block of an entry, one for each forward whose backward is to come; all
 // other memory lies in a scratch block, which regions share, since they run one after the other.
-// What is handed to autograd (results, gradients of arguments) is fresh in each call: a replay that
-// wrote there again would change what others hold. A product that is a parameter's gradient and
-// nothing else names the slot, which is shared with it where possible. [Note: direct slots] of
+// Results and gradients of arguments, which autograd gets, have fresh memory in each call: a replay
+// that wrote there again would change what others hold. A product that is only a parameter's
+// gradient names the slot, which is shared with it where possible. [Note: direct slots] of
 // grad/sink.h. Next: live_entry.h.
 #pragma once
 

@@ -8,7 +8,7 @@
 // while it is open, and not afterwards (outside.h). Views are not noted: they are values of the
 // same memory.
 //
-// What cannot be replayed is refused by name, at once, and the call still computes eagerly: random
+// A call that cannot be replayed is refused by name, at once, and still computes eagerly: random
 // numbers, values that the host reads, sizes that follow from data, memory that an operation reads
 // though none has written it (a kernel outside of the dispatcher did), changes of memory that came
 // from outside. Values that are in no operation and in no memory, such as a number that the host
