@@ -21,6 +21,12 @@ enum class RouterTokens : std::uint8_t {
   kAll,     ///< all, on every tensor-parallel rank: for checking and comparison
 };
 
+/// How attention sees a row whose positions ranks of cp share.
+enum class ContextForm : std::uint8_t {
+  kGather,  ///< each rank keeps its queries and gathers the keys and values that these see
+  kHeads,   ///< all positions of a part of the heads, by an all-to-all (DeepSpeed-Ulysses)
+};
+
 /// The degrees; one rank by default.
 struct ParallelDims {
   int pp = 1;
@@ -30,6 +36,10 @@ struct ParallelDims {
   int tp = 1;
   int ep = 1;
   int etp = 1;  ///< 1, or tp: every expert is cut as the other layers are
+  ContextForm context_form = ContextForm::kGather;
+  /// Equal parts that a row is cut into (context_cut.h): they fix the order of sums. 1 with one rank
+  /// of cp is the row as a whole.
+  int context_parts = 1;
   SequenceParallel sequence = SequenceParallel::kYes;
   RouterTokens router = RouterTokens::kShards;
   int data_ranks() const { return dp_replicate * dp_shard; }

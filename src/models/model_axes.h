@@ -14,6 +14,7 @@
 #include "models/model_spec.h"
 #include "models/stage_layers.h"
 #include "moe/experts.h"
+#include "nn/context_region.h"
 #include "nn/tensor_region.h"
 #include "parallel/axis.h"
 
@@ -22,6 +23,7 @@ namespace tessera::models {
 struct ModelAxes {
   ParallelDims degrees;  ///< those of one rank by default
   nn::TensorRegion tensor;
+  nn::ContextRegion context = {};
   parallel::Axis experts;
   moe::Score score = moe::Score::kAfterExperts;
   StagesOfRank stages = {};  ///< of a pipeline; empty: the whole model

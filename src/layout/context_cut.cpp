@@ -1,0 +1,102 @@
+#include "layout/context_cut.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/hash.h"
+#include "tessera/error.h"
+
+namespace tessera::layout {
+
+std::vector<int> ContextCut::parts_of(int rank) const {
+  std::vector<int> found;
+  for (int number = 0; number < parts(); ++number) {
+    if (owner[static_cast<std::size_t>(number)] == rank) found.push_back(number);
+  }
+  return found;
+}
+
+std::vector<Range> ContextCut::runs_of(int rank) const {
+  std::vector<Range> runs;
+  for (const int number : parts_of(rank)) {
+    const Range next = part(number);
+    if (!runs.empty() && runs.back().end == next.begin) {
+      runs.back().end = next.end;
+    } else {
+      runs.push_back(next);
+    }
+  }
+  return runs;
+}
+
+std::vector<std::int64_t> ContextCut::places_of(int rank) const {
+  std::vector<std::int64_t> places;
+  for (const Range& run : runs_of(rank)) {
+    for (std::int64_t place = run.begin; place < run.end; ++place) places.push_back(place);
+  }
+  return places;
+}
+
+void check_cut(std::int64_t positions, int ranks, int parts) {
+  TESSERA_CHECK(parts >= 1 && parts % ranks == 0, ErrorKind::kConfig,
+                "parallelism.context_parallel_parts: found ", parts,
+                " parts of a row, expected a multiple of the ", ranks,
+                " ranks of parallelism.context_parallel_degree");
+  const std::int64_t below = positions / parts * parts;
+  TESSERA_CHECK(positions % parts == 0, ErrorKind::kConfig, "context parallelism: found rows of ",
+                positions, " positions, expected a multiple of ", parts, ", the parts that ", ranks,
+                " ranks share (parallelism.context_parallel_parts); ",
+                below > 0 ? concat("take ", below, " or ") : std::string("take "), below + parts);
+}
+
+ContextCut head_tail(std::int64_t positions, int ranks, int parts) {
+  check_cut(positions, ranks, parts);
+  TESSERA_CHECK(ranks == 1 || parts % (2 * ranks) == 0, ErrorKind::kConfig,
+                "parallelism.context_parallel_parts: found ", parts, ", expected a multiple of ",
+                2 * ranks, ", a head and a tail for each of ", ranks, " ranks");
+  ContextCut cut{.ranks = ranks, .positions = positions, .owner = {}};
+  for (int number = 0; number < parts; ++number) {
+    const int half = static_cast<int>(std::int64_t{number} * 2 * ranks / parts);  // of 2 * ranks
+    cut.owner.push_back(std::min(half, 2 * ranks - 1 - half));
+  }
+  return cut;
+}
+
+ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work) {
+  const int parts = static_cast<int>(work.size());
+  check_cut(positions, ranks, parts);
+  std::vector<int> order(work.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, [&](int a, int b) {
+    return work[static_cast<std::size_t>(a)] > work[static_cast<std::size_t>(b)];
+  });
+  ContextCut cut{.ranks = ranks, .positions = positions, .owner = std::vector<int>(work.size())};
+  std::vector<double> load(static_cast<std::size_t>(ranks), 0.0);
+  std::vector<int> room(static_cast<std::size_t>(ranks), parts / ranks);
+  for (const int number : order) {
+    std::size_t least = load.size();
+    for (std::size_t rank = 0; rank < load.size(); ++rank) {
+      if (room[rank] > 0 && (least == load.size() || load[rank] < load[least])) least = rank;
+    }
+    cut.owner[static_cast<std::size_t>(number)] = static_cast<int>(least);
+    load[least] += work[static_cast<std::size_t>(number)];
+    --room[least];
+  }
+  return cut;
+}
+
+std::string to_string(const ContextCut& cut) {
+  std::string text = concat(cut.parts(), " parts of ", cut.part_size(), " over ", cut.ranks,
+                            cut.ranks == 1 ? " rank:" : " ranks:");
+  for (const int rank : cut.owner) text += concat(" ", rank);
+  return text;
+}
+
+std::uint64_t hash(const ContextCut& cut) {
+  Hasher hasher;
+  hasher.add(static_cast<std::uint64_t>(cut.ranks)).add(static_cast<std::uint64_t>(cut.positions));
+  for (const int rank : cut.owner) hasher.add(static_cast<std::uint64_t>(rank));
+  return hasher.digest();
+}
+
+}  // namespace tessera::layout

@@ -1,0 +1,56 @@
+// ContextCut: which positions of a row each rank of the context-parallel axis holds.
+//
+// A row is cut into equal, contiguous parts; each part has an owner, and every rank has the same
+// number of parts. The parts, not the ranks, fix the order of sums over queries: runs whose cuts
+// have the same parts have the same bits, on one rank or on several. Pure, so that all ranks compute
+// the same cut from the same rows. Head and tail: Megatron-LM's and torch's load balancing of a
+// causal mask. Next: ../nn/context_region.h.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "layout/range.h"
+
+namespace tessera::layout {
+
+struct ContextCut {
+  int ranks = 1;
+  std::int64_t positions = 0;    ///< T, of a whole row
+  std::vector<int> owner = {0};  ///< the rank that has each part
+
+  int parts() const { return static_cast<int>(owner.size()); }
+  std::int64_t part_size() const { return positions / parts(); }
+  std::int64_t positions_of_rank() const { return positions / ranks; }
+  Range part(int number) const { return {number * part_size(), (number + 1) * part_size()}; }
+  /// Returns the numbers of a rank's parts, ascending: its positions in the order in which it holds
+  /// them.
+  std::vector<int> parts_of(int rank) const;
+  /// Returns the same positions as ranges, neighbours joined.
+  std::vector<Range> runs_of(int rank) const;
+  /// Returns the same positions one by one.
+  std::vector<std::int64_t> places_of(int rank) const;
+  bool operator==(const ContextCut&) const = default;
+};
+
+/// Rank r has the r-th part from the head and the r-th from the tail, of 2 * ranks; where `parts` is
+/// a larger multiple of that, each of those is so many parts. Balances a causal mask of one document
+/// a row. Errors: kConfig as check_cut.
+ContextCut head_tail(std::int64_t positions, int ranks, int parts);
+
+/// The part with the most work goes first, to the rank with the least work that still has room; ties
+/// by number. `work`: of each part, for instance its pairs of query and key. Errors: kConfig as
+/// check_cut.
+ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work);
+
+/// Errors: kConfig for parts that do not divide the positions, or ranks that do not divide the parts,
+/// with the nearest lengths that go.
+void check_cut(std::int64_t positions, int ranks, int parts);
+
+/// "8 parts of 128 over 2 ranks: 0 1 1 0 0 1 1 0".
+std::string to_string(const ContextCut& cut);
+std::uint64_t hash(const ContextCut& cut);
+
+}  // namespace tessera::layout
