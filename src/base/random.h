@@ -9,8 +9,10 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 namespace tessera {
 
@@ -61,6 +63,8 @@ struct SamplePlace {
   std::uint64_t seed = 0;
   std::int64_t step = 0;       ///< from 1
   std::int64_t first_row = 0;  ///< row 0 of the micro-batch, counted over the step's global batch
+  /// The places that the positions have in their rows; null: position i is at place i.
+  std::shared_ptr<const std::vector<std::int64_t>> places = nullptr;
   bool operator==(const SamplePlace&) const = default;
 };
 

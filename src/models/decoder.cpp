@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "models/context_inputs.h"
 #include "models/family.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
@@ -88,10 +89,12 @@ at::Tensor Decoder::forward(const at::Tensor& input_ids, const std::optional<at:
 }
 
 ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
-  const ModelInputs& batch = inputs.batch;
-  TESSERA_CHECK(!batch.images, ErrorKind::kFormat,
+  const ModelInputs& whole = inputs.batch;
+  TESSERA_CHECK(!whole.images, ErrorKind::kFormat,
                 "pixel_values: found images, expected none for a model of text");
-  if (batch.documents.are_packed()) nn::check_documents(batch.documents.starts, batch.input_ids);
+  if (whole.documents.are_packed()) nn::check_documents(whole.documents.starts, whole.input_ids);
+  const ModelInputs batch = own_inputs(whole, context_rows(whole, context_));
+  const ContextSamples samples(batch.documents);
   const auto routed =
       batch.imposed_routing.empty() ? std::vector<std::int64_t>() : routed_experts(spec_).layers;
   TESSERA_CHECK(batch.imposed_routing.size() == routed.size(), ErrorKind::kFormat,

@@ -41,6 +41,7 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
                                                                        : Options::QkNorm::kNo,
                   .norm_eps = spec.rms_norm_eps,
                   .region = sizes.axes.tensor,
+                  .context = sizes.axes.context,
                   .all_kv_heads = spec.num_key_value_heads,
                   .norm_rounding = rounding_of(family),
                   .norm_factor = factor_of(family)};
@@ -66,6 +67,7 @@ std::shared_ptr<nn::TokenMixer> chunked_attention(const ModelSpec& spec, std::in
                                       .head_dim = spec.head_dim,
                                       .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
                                       .region = sizes.axes.tensor,
+                                      .context = sizes.axes.context,
                                       .all_kv_heads = spec.num_key_value_heads};
   if (spec.is_chunked(number)) {
     options.chunk = chunked.attention_chunk_size;
@@ -132,7 +134,8 @@ std::shared_ptr<nn::TokenMixer> make_attention(const ModelSpec& spec, std::int64
                                .v_head_dim = mla.v_head_dim,
                                .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
                                .scale = softmax_factor(spec.rope) / std::sqrt(qk_head_dim),
-                               .region = sizes.axes.tensor};
+                               .region = sizes.axes.tensor,
+                               .context = sizes.axes.context};
   return std::make_shared<nn::Mla>(options, std::move(rope));
 }
 
@@ -165,7 +168,7 @@ std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::Tenso
 
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope)
-    : number_(number), is_alone_(sizes.axes.tensor.size() == 1) {
+    : number_(number), is_alone_(sizes.axes.shares_no_layer()) {
   const bool one_part = spec.has_one_part();
   if (!spec.sees_nothing(number)) {
     const char* name = spec.is_linear(number) ? "linear_attn" : "self_attn";
@@ -227,8 +230,9 @@ DecoderLayer::Output DecoderLayer::Output::of(const std::vector<at::Tensor>& ten
 DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request,
                                            const nn::Documents& documents) {
   // Routing and documents that are not there go through as undefined tensors.
-  const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-    return body(in[0], {given(in[1]), statistics, given(in[3])}, {in[2]}).tensors();
+  const auto run = [this, statistics = request.statistics,
+                    context = documents.context](const std::vector<at::Tensor>& in) {
+    return body(in[0], {given(in[1]), statistics, given(in[3])}, {in[2], context}).tensors();
   };
   return Output::of(recomputed(*this, recompute(),
                                {x, request.imposed.value_or(at::Tensor()), documents.starts,
@@ -242,19 +246,21 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
   using Tensors = std::vector<at::Tensor>;
   const Tensors inputs{x, documents.starts};
   if (!has_feed_forward()) {
-    const auto alone = [this](const Tensors& in) {
-      return Tensors{behind_mixer_alone(in[0], {in[1]})};
+    const auto alone = [this, context = documents.context](const Tensors& in) {
+      return Tensors{behind_mixer_alone(in[0], {in[1], context})};
     };
     return {is_alone_ ? grad::in_region(*this, "", inputs, alone)[0] : alone(inputs)[0], {}};
   }
   if (mlp_ && is_alone_) {
-    const auto whole = [this](const Tensors& in) {
-      const Tensors halves = up_to_feed_forward(in[0], {in[1]});
+    const auto whole = [this, context = documents.context](const Tensors& in) {
+      const Tensors halves = up_to_feed_forward(in[0], {in[1], context});
       return feed_forward(halves[0], halves[1], {}).tensors();
     };
     return Output::of(grad::in_region(*this, "", inputs, whole));
   }
-  const auto attention = [this](const Tensors& in) { return up_to_feed_forward(in[0], {in[1]}); };
+  const auto attention = [this, context = documents.context](const Tensors& in) {
+    return up_to_feed_forward(in[0], {in[1], context});
+  };
   const Tensors halves =
       is_alone_ ? grad::in_region(*this, "attention", inputs, attention) : attention(inputs);
   return feed_forward(halves[0], halves[1], request);

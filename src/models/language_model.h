@@ -22,6 +22,7 @@
 #include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "nn/attention/attention.h"
+#include "nn/context_region.h"
 #include "nn/documents.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
@@ -46,6 +47,8 @@ struct ModelInputs {
   nn::Documents documents = {};  ///< that rows are packed of; a loss is of targets as ever
   /// [B, T] bool: places that packing leaves empty, whose tokens no router's load counts.
   std::optional<at::Tensor> fillers = {};
+  /// How ranks of a context region share the rows (context_inputs.h); none = head and tail.
+  std::optional<layout::ContextCut> cut = {};
 
   template <class F>
   void visit_tensors(F&& f) {
@@ -168,6 +171,8 @@ class LanguageModel : public torch::nn::Module {
   virtual const ModelSpec& spec() const = 0;
   /// Returns the stages of this rank; one where the whole model is here.
   virtual const StagesOfRank& stages() const = 0;
+  /// Returns the ranks that share the positions of rows.
+  virtual const nn::ContextRegion& context() const = 0;
   bool is_whole() const;
   /// Sets what every layer of text and tower frees after forward and computes again for backward;
   /// embeddings, projector, pooling and head never do. Holds from the next forward on. It binds

@@ -28,6 +28,9 @@ struct ModelAxes {
   moe::Score score = moe::Score::kAfterExperts;
   StagesOfRank stages = {};  ///< of a pipeline; empty: the whole model
 
+  /// Whether no other rank has a part of a layer's work on the same rows, experts apart.
+  bool shares_no_layer() const { return tensor.size() == 1 && context.axis.alone(); }
+
   /// The same with the whole model as one stage.
   StagesOfRank stages_of(std::int64_t layers) const {
     return stages.empty() ? StagesOfRank{{true, {0, layers}, true}} : stages;

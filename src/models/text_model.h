@@ -69,6 +69,7 @@ class TextModel : public LanguageModel, public WritesText {
 
   const ModelSpec& spec() const override { return spec_; }
   const StagesOfRank& stages() const override { return stages_; }
+  const nn::ContextRegion& context() const override { return context_; }
   void set_recompute(RecomputeMode mode) override {
     for (auto& layer : layers_) layer.module()->set_recompute(mode);
   }
@@ -82,7 +83,7 @@ class TextModel : public LanguageModel, public WritesText {
   static constexpr const char* kHeadUnit = "head";
 
   TextModel(const ModelSpec& spec, const ModelAxes& axes)
-      : spec_(spec), stages_(axes.stages_of(spec.num_hidden_layers)) {}
+      : spec_(spec), stages_(axes.stages_of(spec.num_hidden_layers)), context_(axes.context) {}
 
   /// Ids that follow `before` positions -> the first layer's input [B, T, H], past any handle.
   virtual at::Tensor embedded_text(const at::Tensor& input_ids, std::int64_t before) = 0;
@@ -116,6 +117,7 @@ class TextModel : public LanguageModel, public WritesText {
 
   ModelSpec spec_;
   StagesOfRank stages_;
+  nn::ContextRegion context_;
   std::optional<grad::Slot<Embedding>> embedding_;  // none where no stage here needs it
   std::vector<std::int64_t> numbers_;               // of layers_, in the model
   std::vector<grad::Slot<Layer>> layers_;

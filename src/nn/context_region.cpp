@@ -1,7 +1,8 @@
 #include "nn/context_region.h"
 
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "tessera/error.h"
@@ -10,16 +11,16 @@ namespace tessera::nn {
 
 std::shared_ptr<const ContextRows> context_rows(layout::ContextCut cut, int rank,
                                                 at::Device device) {
-  std::vector<std::int64_t> places = cut.places_of(rank);
-  const at::Tensor on_host = at::from_blob(
-      places.data(), {static_cast<std::int64_t>(places.size())}, at::TensorOptions(at::kLong));
+  const auto numbers = std::make_shared<const std::vector<std::int64_t>>(cut.places_of(rank));
+  const at::Tensor places =
+      at::empty({static_cast<std::int64_t>(numbers->size())}, at::TensorOptions(at::kLong));
+  std::copy(numbers->begin(), numbers->end(), places.mutable_data_ptr<std::int64_t>());
   return std::make_shared<const ContextRows>(
-      ContextRows{std::move(cut), on_host.to(at::TensorOptions(at::kLong).device(device),
-                                             /*non_blocking=*/false, /*copy=*/true)});
+      ContextRows{std::move(cut), places.to(device), numbers});
 }
 
 at::Tensor own_places(const at::Tensor& x, std::int64_t dim, const ContextRows* rows) {
-  if (rows == nullptr) return x;
+  if (rows == nullptr || rows->cut.ranks == 1) return x;
   TESSERA_INVARIANT(x.size(dim) == rows->cut.positions, "own positions of ", x.sizes(), " in dim ",
                     dim, ", rows of ", rows->cut.positions);
   return x.index_select(dim, rows->places);

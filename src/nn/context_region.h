@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "layout/context_cut.h"
 #include "layout/parallel_dims.h"
@@ -30,14 +31,15 @@ struct ContextRegion {
 struct ContextRows {
   layout::ContextCut cut;
   at::Tensor places;  ///< [n] i64 on the rows' device: the own positions, in their order
+  std::shared_ptr<const std::vector<std::int64_t>> numbers;  ///< the same on the host
 };
 
 /// Returns the rows of this rank. `device`: that of the rows.
 std::shared_ptr<const ContextRows> context_rows(layout::ContextCut cut, int rank,
                                                 at::Device device);
 
-/// Returns the own positions of x, whose dim `dim` has those of whole rows; x itself where rows are
-/// not cut.
+/// Returns the own positions of x, whose dim `dim` has those of whole rows; x itself where one rank
+/// has them all (null: rows are not cut).
 at::Tensor own_places(const at::Tensor& x, std::int64_t dim, const ContextRows* rows);
 
 }  // namespace tessera::nn

@@ -17,7 +17,13 @@ namespace {
 
 at::Tensor positions_of(const at::Tensor& like) { return at::arange(like.size(1), like.options()); }
 
-/// Rows of a table, by their numbers [B, T].
+/// The own positions of a table of whole rows.
+RopeTable own_rows(const RopeTable& whole, const Documents& documents) {
+  const ContextRows* rows = documents.context.get();
+  return {own_places(whole.cos, 0, rows), own_places(whole.sin, 0, rows)};
+}
+
+/// Rows of a table, by their numbers [B, n].
 RopeTable picked(const RopeTable& table, const at::Tensor& rows) {
   const at::Tensor flat = rows.reshape({rows.numel()});
   const auto of = [&](const at::Tensor& all) {
@@ -48,13 +54,19 @@ void check_documents(const at::Tensor& starts, const at::Tensor& input_ids) {
                      "position before"));
 }
 
+at::Tensor places_of(const Documents& documents, std::int64_t positions, at::Device device) {
+  if (documents.are_shared()) return documents.context->places;
+  return at::arange(positions, at::TensorOptions(at::kLong).device(device));
+}
+
 RopeTable table_of(const Documents& documents, const RopeTable& whole) {
-  if (!documents.are_packed()) return whole;
-  return picked(whole, positions_of(documents.starts) - documents.starts);
+  if (!documents.are_packed()) return own_rows(whole, documents);
+  const at::Tensor own = positions_of(documents.starts) - documents.starts;
+  return picked(whole, own_places(own, 1, documents.context.get()));
 }
 
 RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x) {
-  const std::int64_t positions = x.size(1);
+  const std::int64_t positions = documents.positions(x);
   const auto longest_short = longest_short_row(rope.options());
   if (!documents.are_packed() || positions <= longest_short.value_or(positions)) {
     return table_of(documents, rope.table(positions, x.scalar_type(), x.device()));
@@ -64,7 +76,8 @@ RopeTable table_of(const Documents& documents, Rope& rope, const at::Tensor& x) 
   const at::Tensor lengths =
       at::zeros_like(starts).scatter_add(1, starts, at::ones_like(starts)).gather(1, starts);
   const at::Tensor own = positions_of(starts) - starts;
-  return picked(both, at::where(lengths > *longest_short, own + *longest_short, own));
+  const at::Tensor rows = at::where(lengths > *longest_short, own + *longest_short, own);
+  return picked(both, own_places(rows, 1, documents.context.get()));
 }
 
 at::Tensor ends_of_runs(const at::Tensor& flags, const Documents& documents) {

@@ -62,13 +62,15 @@ void fill_all(const at::Tensor& factors, const DropoutDraw& draw) {
   const std::int64_t positions = factors.size(1);
   const std::int64_t columns = factors.size(2);
   T* const out = factors.mutable_data_ptr<T>();
-  base::for_ranges(factors.size(0) * positions, kRowsOfAThread,
-                   [&](std::int64_t begin, std::int64_t end) {
-                     for (std::int64_t i = begin; i < end; ++i) {
-                       fill_factors(out + i * columns, columns, draw.first_row + i / positions,
-                                    i % positions, draw);
-                     }
-                   });
+  base::for_ranges(
+      factors.size(0) * positions, kRowsOfAThread, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; ++i) {
+          const std::int64_t position = i % positions;
+          fill_factors(out + i * columns, columns, draw.first_row + i / positions,
+                       draw.places ? (*draw.places)[static_cast<std::size_t>(position)] : position,
+                       draw);
+        }
+      });
 }
 
 /// Words lie in int64, each tensor of them with one of four elements: up to ten of them, 160 MiB.
@@ -105,6 +107,14 @@ PhiloxWords philox_on_device(PhiloxWords counter, PhiloxKey key) {
   return counter;
 }
 
+/// [T] i64, or undefined.
+at::Tensor places_on(const DropoutDraw& draw, at::Device device) {
+  if (draw.places == nullptr) return {};
+  const at::Tensor places = at::empty({std::ssize(*draw.places)}, at::TensorOptions(at::kLong));
+  std::copy(draw.places->begin(), draw.places->end(), places.mutable_data_ptr<std::int64_t>());
+  return places.to(device);
+}
+
 /// Whether each element of [B, T, K] is dropped: bool on `device`.
 at::Tensor dropped_on_device(const DropoutDraw& draw, at::IntArrayRef shape, at::Device device) {
   const auto numbers = at::TensorOptions(at::kLong).device(device);
@@ -120,12 +130,14 @@ at::Tensor dropped_on_device(const DropoutDraw& draw, at::IntArrayRef shape, at:
       at::arange(draw.first_column / kWordsOfACounter, (end - 1) / kWordsOfACounter + 1, numbers)
           .unsqueeze(0);
   const at::Tensor purpose = at::full({1, 1}, std::int64_t{kDropoutPurpose}, numbers);
+  const at::Tensor places = places_on(draw, device);
   for (std::int64_t begin = 0; begin < rows; begin += step) {
     const std::int64_t count = std::min(step, rows - begin);
     const at::Tensor place = at::arange(begin, begin + count, numbers).unsqueeze(1);
     const at::Tensor row = place.floor_divide(positions) + draw.first_row;
-    const PhiloxWords words =
-        philox_on_device({block, place.remainder(positions), row, purpose}, key_of_draw(draw));
+    at::Tensor position = place.remainder(positions);
+    if (places.defined()) position = places.index_select(0, position.squeeze(1)).unsqueeze(1);
+    const PhiloxWords words = philox_on_device({block, position, row, purpose}, key_of_draw(draw));
     std::vector<at::Tensor> dropped;
     for (const at::Tensor& each : words) dropped.push_back(each.lt(bound));
     result.view({rows, columns})
@@ -142,13 +154,15 @@ at::Tensor dropped_on_device(const DropoutDraw& draw, at::IntArrayRef shape, at:
 DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place) {
   Hasher stream;
   stream.add(place.seed).add(place.step).add(options.layer);
-  return {options.dropout, stream.digest(), place.first_row, options.first_column};
+  return {options.dropout, stream.digest(), place.first_row, options.first_column, place.places};
 }
 
 at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
                            at::ScalarType dtype, at::Device device) {
   TESSERA_INVARIANT(shape.size() == 3, "dropout of an adapter's input with ", shape.size(),
                     " dims, expected rows, positions and columns");
+  TESSERA_INVARIANT(!draw.places || std::ssize(*draw.places) == shape[1], "dropout of ", shape[1],
+                    " positions at the places of ", draw.places ? draw.places->size() : 0);
   grad::refuse_recording("what dropout drops in one step");
   const at::ScalarType drawn = dtype == at::kDouble ? dtype : at::kFloat;
   if (!device.is_cpu()) {

@@ -52,6 +52,8 @@ struct DropoutDraw {
   std::uint64_t stream = 0;  ///< of seed, step and layer
   std::int64_t first_row = 0;
   std::int64_t first_column = 0;
+  /// As SamplePlace has it.
+  std::shared_ptr<const std::vector<std::int64_t>> places = nullptr;
 };
 DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place);
 

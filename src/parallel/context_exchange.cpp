@@ -131,7 +131,7 @@ std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
   const at::Tensor arrived = exchange_rows(sent, axis, splits, exchange.where, direction);
   std::vector<at::Tensor> whole;
   for (const at::Tensor& one : own) {
-    whole.push_back(at::empty({one.size(0), exchange.cut.positions, one.size(2)}, one.options()));
+    whole.push_back(at::zeros({one.size(0), exchange.cut.positions, one.size(2)}, one.options()));
   }
   for (int from = 0; from < axis.size; ++from) {
     Cursor message(arrived, receives[index(from)]);

@@ -31,8 +31,8 @@ struct ContextExchange {
   std::string where;
 };
 
-/// own: [A, n, C] each, of one dtype -> [A, T, C], with values where the parts of this rank reach,
-/// and none elsewhere. Bytes a rank sends: those of its rows that each other rank reaches.
+/// own: [A, n, C] each, of one dtype -> [A, T, C], with values where the parts of this rank reach
+/// and zeros elsewhere. Bytes a rank sends: those of its rows that each other rank reaches.
 std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
                                        const ContextExchange& exchange,
                                        Direction direction = Direction::kForward);

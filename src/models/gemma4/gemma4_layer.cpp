@@ -10,6 +10,7 @@
 #include "models/recomputed.h"
 #include "nn/attention/attention.h"
 #include "nn/attention/attention_parts.h"
+#include "nn/attention/context_attention.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::models {
@@ -18,13 +19,15 @@ std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, Parameter
 }
 
 Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer,
-                                 const nn::TensorRegion& region, std::shared_ptr<nn::Rope> rope)
+                                 const nn::TensorRegion& region, nn::ContextRegion context,
+                                 std::shared_ptr<nn::Rope> rope)
     : heads_(region.part_of(spec.num_attention_heads)),
       groups_(nn::heads_of_rank(layer.num_key_value_heads, region.size())),
       layer_(layer),
       window_(layer.type == LayerType::kSliding ? std::optional(spec.gemma4->sliding_window)
                                                 : std::nullopt),
       region_(region),
+      context_(std::move(context)),
       eps_(spec.rms_norm_eps),
       rope_(std::move(rope)) {
   const std::int64_t q_size = heads_ * layer.head_dim;
@@ -44,14 +47,16 @@ Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer
 }
 
 at::Tensor Gemma4Attention::forward(const at::Tensor& stream, const Gemma4Seen& seen) {
-  return o_proj_->forward_into(
-      region_, *this, {region_.enter(stream), seen.documents.starts, seen.ends},
-      [this](const std::vector<at::Tensor>& in) {
-        const at::Tensor& x = in[0];
-        const Gemma4Seen of_rows{{in[1]}, in[2]};
-        const nn::RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
-        return attend(project(x, nn::table_of(of_rows.documents, table)), of_rows);
-      });
+  const auto mixed = [this, context = seen.documents.context](const std::vector<at::Tensor>& in) {
+    const at::Tensor& x = in[0];
+    const Gemma4Seen of_rows{{in[1], context}, in[2]};
+    const nn::RopeTable table =
+        rope_->table(of_rows.documents.positions(x), x.scalar_type(), x.device());
+    return attend(project(x, nn::table_of(of_rows.documents, table)), of_rows);
+  };
+  return nn::project_out(*o_proj_, region_, *this,
+                         {region_.enter(stream), seen.documents.starts, seen.ends}, mixed,
+                         seen.documents.are_shared());
 }
 
 at::Tensor Gemma4Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
@@ -84,7 +89,8 @@ Gemma4Attention::Heads Gemma4Attention::project(const at::Tensor& x, const nn::R
 at::Tensor Gemma4Attention::attend(const Heads& heads, const Gemma4Seen& seen) const {
   nn::AttentionMask mask{.window = window_, .begins = seen.documents.starts};
   if (window_) mask.ends = seen.ends;
-  return nn::causal_attention(heads.q, heads.k, heads.v, kGemma4ScoreScale, mask);
+  return nn::context_attention({heads.q, heads.k, heads.v}, kGemma4ScoreScale, mask,
+                               nn::Scores::kOfInputs, context_, seen.documents);
 }
 
 Gemma4Router::Gemma4Router(const ModelSpec& spec, std::int64_t number,
@@ -118,9 +124,7 @@ moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::
 
 Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                                  std::shared_ptr<nn::Rope> rope)
-    : number_(static_cast<std::int64_t>(number)),
-      tokens_(axes),
-      is_alone_(axes.tensor.size() == 1) {
+    : number_(static_cast<std::int64_t>(number)), tokens_(axes), is_alone_(axes.shares_no_layer()) {
   const nn::TensorRegion& region = axes.tensor;
   const auto norm = [&](const char* name) {
     return register_module(name,
@@ -128,7 +132,7 @@ Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, cons
   };
   self_attn_ = register_module(
       "self_attn", std::make_shared<Gemma4Attention>(spec, spec.gemma4->layers.at(number), region,
-                                                     std::move(rope)));
+                                                     axes.context, std::move(rope)));
   mlp_ = register_module("mlp", std::make_shared<nn::GegluMlp>(
                                     spec.hidden_size, region.part_of(spec.intermediate_size),
                                     nn::WeightName::kOwn, region));
@@ -178,8 +182,10 @@ DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x, const Gemma4S
       *this, recompute(),
       {x, seen.documents.starts, seen.ends, request.imposed.value_or(at::Tensor()),
        request.fillers.value_or(at::Tensor())},
-      [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-        return body(in[0], {{in[1]}, in[2]}, {given(in[3]), statistics, given(in[4])}).tensors();
+      [this, statistics = request.statistics,
+       context = seen.documents.context](const std::vector<at::Tensor>& in) {
+        return body(in[0], {{in[1], context}, in[2]}, {given(in[3]), statistics, given(in[4])})
+            .tensors();
       }));
 }
 
@@ -193,8 +199,8 @@ DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x, const Gemma4Seen
                                            const RoutingRequest& request) {
   using Tensors = std::vector<at::Tensor>;
   const Tensors inputs{x, seen.documents.starts, seen.ends};
-  const auto attention = [this](const Tensors& in) {
-    return Tensors{up_to_feed_forward(in[0], {{in[1]}, in[2]})};
+  const auto attention = [this, context = seen.documents.context](const Tensors& in) {
+    return Tensors{up_to_feed_forward(in[0], {{in[1], context}, in[2]})};
   };
   if (!is_alone_) return behind_attention(attention(inputs).front(), request);
   if (router_) {

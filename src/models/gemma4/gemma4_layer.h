@@ -47,7 +47,7 @@ struct Gemma4Seen {
 class Gemma4Attention : public torch::nn::Module {
  public:
   Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer, const nn::TensorRegion& region,
-                  std::shared_ptr<nn::Rope> rope);
+                  nn::ContextRegion context, std::shared_ptr<nn::Rope> rope);
   /// x [B, T, H] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x, const Gemma4Seen& seen);
   /// As nn::TokenMixer::decode, of text.
@@ -65,6 +65,7 @@ class Gemma4Attention : public torch::nn::Module {
   Gemma4Layer layer_;
   std::optional<std::int64_t> window_;
   nn::TensorRegion region_;
+  nn::ContextRegion context_;
   double eps_;
   std::shared_ptr<nn::Rope> rope_;
   std::shared_ptr<nn::Linear> q_proj_, k_proj_, v_proj_, o_proj_;  // no v_proj: values are keys

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "comm/host_read.h"
+#include "models/context_inputs.h"
 #include "models/decoder.h"
 #include "nn/documents.h"
 #include "nn/parameter.h"
@@ -105,14 +106,15 @@ void Gemma4Model::check_own_values(const ModelInputs& inputs) const {
 }
 
 at::Tensor Gemma4Model::place(const at::Tensor& x, const ImageTokens& tokens,
-                              const at::Tensor& projected) const {
+                              const at::Tensor& projected, const nn::ContextRows* rows) const {
   const at::Tensor& image_tokens = tokens.are_images;
   const at::Tensor places = comm::uploaded(
       tokens.on_host.reshape({image_tokens.numel()}).nonzero().squeeze(1), image_tokens.device());
   TESSERA_CHECK(places.size(0) == projected.size(0), ErrorKind::kFormat, "input_ids: found ",
                 places.size(0), " image tokens (id ", spec_.gemma4->image_token_id, "), expected ",
                 projected.size(0), ", as many as the images make");
-  if (region_.size() == 1 || region_.sequence() == SequenceParallel::kNo) {
+  const bool cut = region_.size() > 1 && region_.sequence() == SequenceParallel::kYes;
+  if (!cut && (rows == nullptr || rows->cut.ranks == 1)) {
     return x.reshape({image_tokens.numel(), x.size(2)})
         .index_copy(0, places, projected.to(x.scalar_type()))
         .view(x.sizes());
@@ -121,8 +123,9 @@ at::Tensor Gemma4Model::place(const at::Tensor& x, const ImageTokens& tokens,
   const at::Tensor everywhere = at::zeros({image_tokens.numel(), x.size(2)}, x.options())
                                     .index_copy(0, places, projected.to(x.scalar_type()))
                                     .view({image_tokens.size(0), image_tokens.size(1), x.size(2)});
-  const at::Tensor own = region_.into_stream(everywhere);
-  const at::Tensor here = image_tokens.narrow(1, region_.rank() * x.size(1), x.size(1));
+  const at::Tensor own = region_.into_stream(nn::own_places(everywhere, 1, rows));
+  const at::Tensor here = nn::own_places(image_tokens, 1, rows)
+                              .narrow(1, cut ? region_.rank() * x.size(1) : 0, x.size(1));
   return at::where(here.unsqueeze(2), own, x);
 }
 
@@ -136,14 +139,16 @@ at::Tensor Gemma4Model::text_ids(const at::Tensor& input_ids) const {
 }
 
 at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
+  const ModelInputs own = own_inputs(inputs, context_rows(inputs, context_));
   const at::Tensor image_tokens = inputs.input_ids.eq(spec_.gemma4->image_token_id);
   const at::Tensor on_host = checked_images(inputs, image_tokens);
   // The tower first: the order of units is the same on every rank, with images or without.
   at::Tensor projected;
   if (inputs.images) projected = projector_->forward(soft_tokens(*inputs.images));
-  const at::Tensor embedded = (*embedding_)(text_ids(inputs.input_ids));
+  const at::Tensor embedded = (*embedding_)(text_ids(own.input_ids));
   const at::Tensor x = nn::scaled_by_root(embedded);
-  return projected.defined() ? place(x, {image_tokens, on_host}, projected) : x;
+  if (!projected.defined()) return x;
+  return place(x, {image_tokens, on_host}, projected, own.documents.context.get());
 }
 
 Gemma4Seen Gemma4Model::seen(const ModelInputs& inputs) const {
@@ -157,16 +162,19 @@ Gemma4Seen Gemma4Model::seen(const ModelInputs& inputs) const {
 }
 
 ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
-  const ModelInputs& batch = inputs.batch;
-  TESSERA_CHECK(batch.imposed_routing.empty() ||
-                    (spec_.moe && batch.imposed_routing.size() == spec_.gemma4->layers.size()),
-                ErrorKind::kFormat, "imposed routing: found ", batch.imposed_routing.size(),
+  const ModelInputs& whole = inputs.batch;
+  TESSERA_CHECK(whole.imposed_routing.empty() ||
+                    (spec_.moe && whole.imposed_routing.size() == spec_.gemma4->layers.size()),
+                ErrorKind::kFormat, "imposed routing: found ", whole.imposed_routing.size(),
                 " layers, expected one of each layer with experts");
   const StageLayers& stage = stages_.at(inputs.stage);
   ModelOutput output;
-  at::Tensor x = stage.embedding ? embed(batch) : inputs.x;
-  if (batch.documents.are_packed()) nn::check_documents(batch.documents.starts, batch.input_ids);
-  const Gemma4Seen seen_by_all = seen(batch);
+  const ModelInputs batch = own_inputs(whole, context_rows(whole, context_));
+  const ContextSamples samples(batch.documents);
+  at::Tensor x = stage.embedding ? embed(whole) : inputs.x;
+  if (whole.documents.are_packed()) nn::check_documents(whole.documents.starts, whole.input_ids);
+  Gemma4Seen seen_by_all = seen(whole);
+  seen_by_all.documents = batch.documents;
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     if (!stage.has_layer(numbers_[i])) continue;
     RoutingRequest request{std::nullopt, batch.router_statistics, fillers_by_token(batch)};

@@ -56,9 +56,9 @@ class Gemma4Model : public TextModel<nn::Embedding, Gemma4TextLayer, Gemma4Head>
 
   /// Soft tokens of all images, [M, H of the tower]. Errors: as Gemma4VisionTower::forward.
   at::Tensor soft_tokens(const Images& images);
-  /// The first layer's input, [B, T, H] of the stream.
+  /// The first layer's input, own positions [B, n, H] of the stream.
   at::Tensor embed(const ModelInputs& inputs);
-  /// As its layers take it. With the documents of rows whose images lie in one each.
+  /// What whole rows see, as its layers take it. With the documents of rows whose images lie in one each.
   Gemma4Seen seen(const ModelInputs& inputs) const;
   const std::shared_ptr<Gemma4Projector>& projector() const { return projector_; }
 
@@ -75,8 +75,8 @@ class Gemma4Model : public TextModel<nn::Embedding, Gemma4TextLayer, Gemma4Head>
     at::Tensor are_images;
     at::Tensor on_host;
   };
-  at::Tensor place(const at::Tensor& x, const ImageTokens& tokens,
-                   const at::Tensor& projected) const;
+  at::Tensor place(const at::Tensor& x, const ImageTokens& tokens, const at::Tensor& projected,
+                   const nn::ContextRows* rows) const;
   /// The image tokens as the host has read them. Text alone on a device is not looked at, and
   /// undefined: the host would have to wait for it (check_values).
   at::Tensor checked_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const;

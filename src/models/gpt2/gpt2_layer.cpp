@@ -14,6 +14,8 @@
 #include "base/first_derivative.h"
 #include "grad/region.h"
 #include "models/recomputed.h"
+#include "nn/attention/attention_parts.h"
+#include "nn/attention/context_attention.h"
 #include "nn/linear.h"
 #include "parallel/transitions.h"
 #include "tessera/wide_scope.h"
@@ -127,10 +129,12 @@ at::Tensor own_columns(const at::Tensor& all, const nn::TensorRegion& region) {
 
 }  // namespace
 
-Gpt2Attention::Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region)
+Gpt2Attention::Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region,
+                             nn::ContextRegion context)
     : heads_(region.part_of(spec.num_attention_heads)),
       scale_(1.0 / std::sqrt(static_cast<double>(spec.head_dim))),
-      region_(region) {
+      region_(region),
+      context_(std::move(context)) {
   const std::int64_t hidden = spec.hidden_size;
   // Columns of queries, keys and values stand in one matrix, of which a rank needs some of each: it
   // has all of it, computes with its own, and gives a gradient that is zero elsewhere.
@@ -158,11 +162,13 @@ Gpt2Attention::Heads Gpt2Attention::project(const at::Tensor& x) {
 }
 
 at::Tensor Gpt2Attention::forward(const at::Tensor& x, const nn::Documents& documents) {
-  const auto mixed = [this](const std::vector<at::Tensor>& in) {
+  const auto mixed = [this, context = documents.context](const std::vector<at::Tensor>& in) {
     const Heads heads = project(in[0]);
-    return nn::causal_attention(heads.q, heads.k, heads.v, scale_, {.begins = in[1]});
+    return nn::context_attention({heads.q, heads.k, heads.v}, scale_, {.begins = in[1]},
+                                 nn::Scores::kOfInputs, context_, {in[1], context});
   };
-  return c_proj_->forward_into(region_, *this, {region_.enter(x), documents.starts}, mixed);
+  return nn::project_out(*c_proj_, region_, *this, {region_.enter(x), documents.starts}, mixed,
+                         documents.are_shared());
 }
 
 at::Tensor Gpt2Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
@@ -190,29 +196,29 @@ at::Tensor Gpt2Mlp::forward(const at::Tensor& x) {
 }
 
 Gpt2Layer::Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes& axes)
-    : number_(number), is_alone_(axes.tensor.size() == 1) {
+    : number_(number), is_alone_(axes.shares_no_layer()) {
   const nn::TensorRegion& region = axes.tensor;
   const auto norm = [&](const char* name) {
     return register_module(
         name, std::make_shared<LayerNorm>(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
   };
   ln_1_ = norm("ln_1");
-  attn_ = register_module("attn", std::make_shared<Gpt2Attention>(spec, region));
+  attn_ = register_module("attn", std::make_shared<Gpt2Attention>(spec, region, axes.context));
   ln_2_ = norm("ln_2");
   mlp_ = register_module("mlp", std::make_shared<Gpt2Mlp>(spec, region));
 }
 
 at::Tensor Gpt2Layer::forward(const at::Tensor& x, const nn::Documents& documents) {
   return recomputed(*this, recompute(), {x, documents.starts},
-                    [this](const std::vector<at::Tensor>& in) {
-                      return std::vector<at::Tensor>{body(in[0], {in[1]})};
+                    [this, context = documents.context](const std::vector<at::Tensor>& in) {
+                      return std::vector<at::Tensor>{body(in[0], {in[1], context})};
                     })
       .front();
 }
 
 at::Tensor Gpt2Layer::body(const at::Tensor& x, const nn::Documents& documents) {
-  const auto whole = [this](const std::vector<at::Tensor>& in) {
-    const at::Tensor sum = in[0] + attn_->forward(ln_1_->forward(in[0]), {in[1]});
+  const auto whole = [this, context = documents.context](const std::vector<at::Tensor>& in) {
+    const at::Tensor sum = in[0] + attn_->forward(ln_1_->forward(in[0]), {in[1], context});
     return std::vector<at::Tensor>{sum + mlp_->forward(ln_2_->forward(sum))};
   };
   const std::vector<at::Tensor> inputs{x, documents.starts};

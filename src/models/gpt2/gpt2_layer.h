@@ -70,7 +70,7 @@ TransposedLinear::Options row_parallel(const nn::TensorRegion& region, std::int6
 
 class Gpt2Attention : public nn::TokenMixer {
  public:
-  Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region);
+  Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region, nn::ContextRegion context);
   using nn::TokenMixer::forward;
   at::Tensor forward(const at::Tensor& x, const nn::Documents& documents) override;
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache) override;
@@ -85,6 +85,7 @@ class Gpt2Attention : public nn::TokenMixer {
   std::int64_t heads_;
   double scale_;
   nn::TensorRegion region_;
+  nn::ContextRegion context_;
   std::shared_ptr<TransposedLinear> c_attn_, c_proj_;
 };
 

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "models/context_inputs.h"
 #include "models/decoder.h"
 #include "models/gpt2/gpt2_layer.h"
 #include "models/text_model.h"
@@ -98,7 +99,7 @@ std::int64_t longest_text(const at::Tensor& ids, std::int64_t first,
                           const nn::Documents& documents) {
   const at::Tensor& starts = documents.starts;
   if (!documents.are_packed() || !starts.is_cpu() || starts.numel() == 0) {
-    return first + ids.size(1);
+    return first + documents.positions(ids);
   }
   const at::Tensor own = at::arange(starts.size(1), starts.options()) - starts;
   return own.max().item<std::int64_t>() + 1;
@@ -114,14 +115,18 @@ LearnedPositions::LearnedPositions(std::int64_t positions, std::int64_t size,
 at::Tensor LearnedPositions::add_to(const at::Tensor& x, std::int64_t first,
                                     const nn::Documents& documents) const {
   const bool cut = region_.size() > 1 && region_.sequence() == SequenceParallel::kYes;
-  const std::int64_t begin = first + (cut ? region_.rank() * x.size(1) : 0);
-  if (!documents.are_packed()) {
-    return x + weight.narrow(0, begin, x.size(1)).to(x.scalar_type());
+  const std::int64_t begin = cut ? region_.rank() * x.size(1) : 0;
+  if (!documents.are_packed() && !documents.are_shared()) {
+    return x + weight.narrow(0, first + begin, x.size(1)).to(x.scalar_type());
   }
-  const at::Tensor starts = documents.starts.narrow(1, begin, x.size(1));
-  const at::Tensor own = at::arange(begin, begin + x.size(1), starts.options()) - starts;
-  const at::Tensor rows = weight.index_select(0, own.reshape({own.numel()}));
-  return x + rows.view(x.sizes()).to(x.scalar_type());
+  const std::int64_t all = documents.are_shared() ? 0 : first + begin + x.size(1);
+  at::Tensor own = nn::places_of(documents, all, x.device()).narrow(0, first + begin, x.size(1));
+  if (documents.are_packed()) {
+    own = own - nn::own_places(documents.starts, 1, documents.context.get())
+                    .narrow(1, first + begin, x.size(1));
+  }
+  const at::Tensor rows = weight.index_select(0, own.reshape({-1})).to(x.scalar_type());
+  return x + rows.view({own.dim() == 1 ? 1 : x.size(0), x.size(1), x.size(2)});
 }
 
 Gpt2Embedding::Gpt2Embedding(const ModelSpec& spec, const nn::TensorRegion& region) {
@@ -170,11 +175,13 @@ Gpt2Model::Gpt2Model(const ModelSpec& spec, const ModelAxes& axes) : TextModel(s
 }
 
 ModelOutput Gpt2Model::forward_stage(const StageInputs& inputs) {
-  const ModelInputs& batch = inputs.batch;
-  TESSERA_CHECK(!batch.images && batch.imposed_routing.empty(), ErrorKind::kFormat,
+  const ModelInputs& whole = inputs.batch;
+  TESSERA_CHECK(!whole.images && whole.imposed_routing.empty(), ErrorKind::kFormat,
                 "batch: found images or routing, expected neither for GPT-2");
   const StageLayers& stage = stages_.at(inputs.stage);
-  if (batch.documents.are_packed()) nn::check_documents(batch.documents.starts, batch.input_ids);
+  if (whole.documents.are_packed()) nn::check_documents(whole.documents.starts, whole.input_ids);
+  const ModelInputs batch = own_inputs(whole, context_rows(whole, context_));
+  const ContextSamples samples(batch.documents);
   at::Tensor x = stage.embedding ? (*embedding_)(batch.input_ids, batch.documents) : inputs.x;
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     if (stage.has_layer(numbers_[i])) x = layers_[i](x, batch.documents);

@@ -11,6 +11,7 @@
 #include "kernels/kernels.h"
 #include "kernels/seen_blocks.h"
 #include "nn/attention/attention_parts.h"
+#include "nn/attention/context_attention.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -164,30 +165,29 @@ bool Attention::is_plain(std::int64_t positions) const {
 
 at::Tensor Attention::forward(const at::Tensor& x, const Documents& documents) {
   using Tensors = std::vector<at::Tensor>;
-  const auto mixed = [this](const Tensors& in) {
+  const auto mixed = [this, context = documents.context](const Tensors& in) {
     const at::Tensor& all = in[0];
-    const Documents of_rows{in[1]};
+    const Documents of_rows{in[1], context};
     const Heads heads = project(all, table_of(of_rows, *rope_, all));
     return gated(attend(heads, of_rows), heads);
   };
   const Tensors entered{options_.region.enter(x), documents.starts};
-  if (options_.qk_norm == AttentionOptions::QkNorm::kAllHeads && options_.region.size() > 1) {
-    // Ranks talk in the middle of it: what may be replayed is the last product.
-    return o_proj_->forward_into(options_.region, *this, {mixed(entered)},
-                                 [](const Tensors& in) { return in[0]; });
-  }
-  return o_proj_->forward_into(options_.region, *this, entered, mixed);
+  const bool norms_over_ranks =
+      options_.qk_norm == AttentionOptions::QkNorm::kAllHeads && options_.region.size() > 1;
+  return project_out(*o_proj_, options_.region, *this, entered, mixed,
+                     norms_over_ranks || documents.are_shared());
 }
 
 at::Tensor Attention::attend(const Heads& heads, const Documents& documents) const {
-  if (is_plain(heads.q.size(2))) {
-    return causal_attention(heads.q, heads.k, heads.v, scale(), {.begins = documents.starts});
+  const std::int64_t positions =
+      documents.are_shared() ? documents.context->cut.positions : heads.q.size(2);
+  if (is_plain(positions)) {
+    return context_attention({heads.q, heads.k, heads.v}, scale(), {.begins = documents.starts},
+                             Scores::kOfInputs, options_.context, documents);
   }
-  const at::Tensor values =
-      heads.v.reshape({heads.q.size(0), heads.q.size(2), heads.q.size(1), heads.q.size(4)})
-          .transpose(1, 2);
-  return windowed_attention(heads.q, heads.k.squeeze(3), values,
-                            {options_.window, sinks_, documents.starts}, scale());
+  return context_attention({heads.q, heads.k, heads.v}, scale(),
+                           {options_.window, sinks_, documents.starts}, Scores::kWide,
+                           options_.context, documents);
 }
 
 at::Tensor Attention::gated(const at::Tensor& attended, const Heads& heads) {

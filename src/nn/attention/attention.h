@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "nn/attention/masked_attention.h"
+#include "nn/context_region.h"
 #include "nn/documents.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"
@@ -53,6 +54,7 @@ struct AttentionOptions {
   std::optional<std::int64_t> window = std::nullopt;  ///< as windowed_attention has it
   std::optional<std::int64_t> turned = std::nullopt;  ///< the first elements of a head; none = all
   TensorRegion region = {};
+  ContextRegion context = {};
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
   NormRounding norm_rounding = NormRounding::kBeforeWeight;  ///< of the q/k norm, as its factor
   NormFactor norm_factor = NormFactor::kWeight;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "nn/linear.h"
 #include "nn/rope.h"
@@ -48,6 +49,16 @@ inline RopeTable turns_from(Rope& rope, std::int64_t begin, std::int64_t most, c
   const std::int64_t end = begin + x.size(1);
   const RopeTable all = rope.table(std::max(most, end), end, dtype, x.device());
   return {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))};
+}
+
+/// The output projection of mixed(inputs). A region that is replayed holds all of it, unless ranks
+/// talk in the middle of it (`talks`): then only the product.
+template <class Projection, class Mixed>
+at::Tensor project_out(Projection& o_proj, const TensorRegion& region, torch::nn::Module& layer,
+                       const std::vector<at::Tensor>& inputs, const Mixed& mixed, bool talks) {
+  if (!talks) return o_proj.forward_into(region, layer, inputs, mixed);
+  return o_proj.forward_into(region, layer, {mixed(inputs)},
+                             [](const std::vector<at::Tensor>& in) { return in[0]; });
 }
 
 }  // namespace tessera::nn

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -23,8 +24,12 @@ at::Tensor warmed(const at::Tensor& q, const QueryTemperature& temperature, std:
                   const Documents& documents) {
   const WideScope factors;
   const at::ScalarType inside = wide_dtype(q);
-  at::Tensor position = at::arange(begin + 1, begin + q.size(1) + 1, q.options().dtype(inside));
-  if (documents.are_packed()) position = position - documents.starts.to(inside);
+  at::Tensor position = documents.are_shared() ? (documents.context->places + 1).to(inside)
+                                               : at::arange(begin + 1, begin + q.size(1) + 1,
+                                                            q.options().dtype(inside));
+  if (documents.are_packed()) {
+    position = position - own_places(documents.starts, 1, documents.context.get()).to(inside);
+  }
   const at::Tensor factor =
       (position / temperature.floor).floor().log1p() * temperature.scale + 1.0;
   return (q.to(inside) * factor.unsqueeze(-1).unsqueeze(-1)).to(q.scalar_type());
@@ -61,7 +66,10 @@ ChunkedAttention::Heads ChunkedAttention::project(const at::Tensor& x, std::int6
   at::Tensor k = k_proj_->forward(x).unflatten(2, {options_.kv_heads, -1});
   if (options_.chunk) {
     // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
-    const RopeTable turns = table_of(documents, turns_from(*rope_, begin, most, x, wide_dtype(x)));
+    const RopeTable whole = documents.are_shared()
+                                ? rope_->table(documents.positions(x), wide_dtype(x), x.device())
+                                : turns_from(*rope_, begin, most, x, wide_dtype(x));
+    const RopeTable turns = table_of(documents, whole);
     const auto finished = [&](const at::Tensor& heads) {
       const at::Tensor turned = rotate_interleaved(heads, turns);
       return options_.qk_norm_eps ? plain_rms_norm(turned, *options_.qk_norm_eps) : turned;
@@ -83,15 +91,33 @@ at::Tensor ChunkedAttention::attend_within(const Heads& heads, std::int64_t begi
                           heads.v.narrow(1, begin, count).contiguous(), scale());
 }
 
+at::Tensor ChunkedAttention::first_keys(const at::Tensor& starts, std::int64_t rows,
+                                        std::int64_t positions) const {
+  if (!options_.chunk) return starts;
+  const at::Tensor begins =
+      starts.defined() ? starts : at::zeros({rows, positions}, at::TensorOptions(at::kLong));
+  const at::Tensor own = at::arange(positions, begins.options()) - begins;
+  return begins + own.div(*options_.chunk, "floor") * *options_.chunk;
+}
+
 at::Tensor ChunkedAttention::attend(const Heads& heads, const Documents& documents) const {
+  if (documents.context == nullptr) return attend_rows(heads, documents.starts);
+  const ContextRows& rows = *documents.context;
+  if (options_.context.form == ContextForm::kHeads) {
+    return over_heads(heads, options_.context, rows,
+                      [&](const Heads& all) { return attend_rows(all, documents.starts); });
+  }
+  const AttentionMask mask{
+      .begins =
+          first_keys(documents.starts, heads.q.size(0), rows.cut.positions).to(heads.q.device())};
+  return context_attention(heads, scale(), mask, Scores::kOfInputs, options_.context, documents);
+}
+
+at::Tensor ChunkedAttention::attend_rows(const Heads& heads, const at::Tensor& starts) const {
   const std::int64_t positions = heads.q.size(2);
-  if (documents.are_packed()) {
-    at::Tensor begins = documents.starts;
-    if (options_.chunk) {
-      const at::Tensor own = at::arange(positions, begins.options()) - begins;
-      begins = begins + own.div(*options_.chunk, "floor") * *options_.chunk;
-    }
-    return causal_attention(heads.q, heads.k, heads.v, scale(), {.begins = begins});
+  if (starts.defined()) {
+    return causal_attention(heads.q, heads.k, heads.v, scale(),
+                            {.begins = first_keys(starts, heads.q.size(0), positions)});
   }
   if (positions == 0) return attend_within(heads, 0, 0);
   std::vector<at::Tensor> parts;
@@ -104,11 +130,12 @@ at::Tensor ChunkedAttention::attend(const Heads& heads, const Documents& documen
 }
 
 at::Tensor ChunkedAttention::forward(const at::Tensor& x, const Documents& documents) {
-  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(x), documents.starts},
-                               [this](const std::vector<at::Tensor>& in) {
-                                 const Documents of_rows{in[1]};
-                                 return attend(project(in[0], 0, 0, of_rows), of_rows);
-                               });
+  const auto mixed = [this, context = documents.context](const std::vector<at::Tensor>& in) {
+    const Documents of_rows{in[1], context};
+    return attend(project(in[0], 0, 0, of_rows), of_rows);
+  };
+  return project_out(*o_proj_, options_.region, *this, {options_.region.enter(x), documents.starts},
+                     mixed, documents.are_shared());
 }
 
 at::Tensor ChunkedAttention::decode(const at::Tensor& x, KvCache& cache) {

@@ -16,6 +16,7 @@
 #include <optional>
 
 #include "nn/attention/attention.h"
+#include "nn/attention/context_attention.h"
 #include "nn/linear.h"
 #include "nn/rope.h"
 #include "nn/tensor_region.h"
@@ -41,6 +42,7 @@ struct ChunkedAttentionOptions {
   std::optional<double> qk_norm_eps = std::nullopt;            ///< with a chunk; none: no norm
   std::optional<QueryTemperature> temperature = std::nullopt;  ///< without a chunk
   TensorRegion region = {};
+  ContextRegion context = {};
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
 };
 
@@ -53,14 +55,15 @@ class ChunkedAttention : public TokenMixer {
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
-  struct Heads {
-    at::Tensor q, k;  ///< as causal_attention takes them
-    at::Tensor v;
-  };
+  using Heads = AttentionHeads;
   /// Projects x at the positions from `begin` on, of `most` or as many as these need.
   Heads project(const at::Tensor& x, std::int64_t begin, std::int64_t most,
                 const Documents& documents);
   at::Tensor attend(const Heads& heads, const Documents& documents) const;
+  /// The same with whole rows, whose documents begin at `starts` if that is defined.
+  at::Tensor attend_rows(const Heads& heads, const at::Tensor& starts) const;
+  /// The first key that each position sees, [B, T]; starts as above.
+  at::Tensor first_keys(const at::Tensor& starts, std::int64_t rows, std::int64_t positions) const;
   /// Attends for queries [begin, end) of those given, which lie at the same places among the given
   /// keys.
   at::Tensor attend_within(const Heads& heads, std::int64_t begin, std::int64_t end) const;

@@ -8,6 +8,7 @@
 
 #include "nn/attention/attention.h"
 #include "nn/attention/attention_parts.h"
+#include "nn/attention/context_attention.h"
 #include "nn/wide_dtype.h"
 
 namespace tessera::nn {
@@ -71,13 +72,18 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
 }
 
 at::Tensor Mla::forward(const at::Tensor& stream, const Documents& documents) {
-  return o_proj_->forward_into(
-      options_.region, *this, {options_.region.enter(stream), documents.starts},
-      [this](const std::vector<at::Tensor>& in) {
-        const Documents of_rows{in[1]};
-        const RopeTable turns = table_of(of_rows, turns_of(in[0], 0, 0));
-        return attend(queries(in[0], turns), latents_of(in[0], turns), of_rows);
-      });
+  const auto mixed = [this, context = documents.context](const std::vector<at::Tensor>& in) {
+    const at::Tensor& x = in[0];
+    const Documents of_rows{in[1], context};
+    const RopeTable whole = of_rows.are_shared()
+                                ? rope_->table(of_rows.positions(x), wide_dtype(x), x.device())
+                                : turns_of(x, 0, 0);
+    const RopeTable turns = table_of(of_rows, whole);
+    return attend(queries(x, turns), latents_of(x, turns), of_rows);
+  };
+  return project_out(*o_proj_, options_.region, *this,
+                     {options_.region.enter(stream), documents.starts}, mixed,
+                     documents.are_shared());
 }
 
 RopeTable Mla::turns_of(const at::Tensor& x, std::int64_t begin, std::int64_t most) {
@@ -92,14 +98,29 @@ Mla::Latents Mla::latents_of(const at::Tensor& x, const RopeTable& table) {
                       table)};
 }
 
-at::Tensor Mla::attend(const at::Tensor& q, const Latents& latents, const Documents& documents) {
+at::Tensor Mla::attend(const at::Tensor& q, const Latents& own, const Documents& documents) {
+  // The latents are gathered, which are short; their heads are made on every rank.
+  const bool gathers = documents.are_shared() && options_.context.form == ContextForm::kGather;
+  const Latents latents = gathers ? gathered(own, documents) : own;
   const at::Tensor kv = kv_b_proj_->forward(latents.values).unflatten(2, {options_.heads, -1});
   const at::Tensor k = by_head(kv.narrow(3, 0, options_.qk_nope_head_dim),
                                latents.turned.expand({-1, -1, options_.heads, -1}));
   const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
   // Every head has a key of its own: H groups of one query head each.
-  return causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale,
-                          {.begins = documents.starts});
+  const AttentionHeads heads{q.unsqueeze(3), k.unsqueeze(3), v};
+  const AttentionMask mask{.begins = documents.starts};
+  if (gathers) return attention_to_whole(heads, options_.scale, mask, options_.context, documents);
+  return context_attention(heads, options_.scale, mask, Scores::kOfInputs, options_.context,
+                           documents);
+}
+
+/// Of all positions of the rows that own queries see.
+Mla::Latents Mla::gathered(const Latents& own, const Documents& documents) const {
+  const at::Tensor both = at::cat({own.values, own.turned.squeeze(2)}, 2);
+  const at::Tensor whole =
+      whole_of_context(both, {.begins = documents.starts}, options_.context, documents);
+  return {whole.narrow(2, 0, options_.kv_lora_rank),
+          whole.narrow(2, options_.kv_lora_rank, options_.qk_rope_head_dim).unsqueeze(2)};
 }
 
 /// q [B, H, T, nope + rope] of the last T positions of the cache -> [B, T, H * v].

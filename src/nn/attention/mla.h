@@ -17,6 +17,7 @@
 #include <optional>
 
 #include "nn/attention/attention.h"
+#include "nn/context_region.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
@@ -36,6 +37,7 @@ struct MlaOptions {
   Bias bias = Bias::kNo;  ///< of q_a_proj, kv_a_proj_with_mqa and o_proj
   double scale = 1.0;     ///< of the scores
   TensorRegion region = {};
+  ContextRegion context = {};
 };
 
 class Mla : public TokenMixer {
@@ -56,7 +58,8 @@ class Mla : public TokenMixer {
   RopeTable turns_of(const at::Tensor& x, std::int64_t begin, std::int64_t most);
   at::Tensor queries(const at::Tensor& x, const RopeTable& table);
   Latents latents_of(const at::Tensor& x, const RopeTable& table);
-  at::Tensor attend(const at::Tensor& q, const Latents& latents, const Documents& documents);
+  at::Tensor attend(const at::Tensor& q, const Latents& own, const Documents& documents);
+  Latents gathered(const Latents& own, const Documents& documents) const;
   at::Tensor attend_cached(const at::Tensor& q, const KvCache& cache) const;
 
   MlaOptions options_;
