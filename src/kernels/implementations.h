@@ -24,6 +24,8 @@
   X(causal_attention)                \
   X(causal_attention_forward)        \
   X(causal_attention_backward)       \
+  X(part_attention_forward)          \
+  X(part_attention_backward)         \
   X(cached_attention)                \
   X(window_softmax)                  \
   X(window_softmax_backward)         \
@@ -53,6 +55,8 @@
   X(causal_attention)            \
   X(causal_attention_forward)    \
   X(causal_attention_backward)   \
+  X(part_attention_forward)      \
+  X(part_attention_backward)     \
   X(cross_entropy_sum)           \
   X(cross_entropy_sum_backward)  \
   X(cross_entropy_sum_backward_over)
@@ -88,8 +92,9 @@ TESSERA_FUSED_KERNELS(TESSERA_IMPLEMENTED)
 /// Implements p 1 and 2.
 at::Tensor sums_of_powers(at::TensorList values, double p);
 
-/// The number of tensors that causal_attention_forward keeps, which differs from aten/'s.
-inline constexpr std::size_t kFlashKept = 7;
+/// The number of tensors that causal_attention_forward keeps, which differs from aten/'s, and of
+/// those of part_attention_forward.
+inline constexpr std::size_t kFlashKept = 7, kFlashKeptOfPart = 3;
 }  // namespace fused
 
 }  // namespace tessera::kernels

@@ -48,12 +48,21 @@ bool is_fused(const at::Tensor& activation, const at::Tensor& table) {
 
 /// Whether flash attention takes it: 16 bits, heads of at most 256 in steps of 8, any row at all.
 /// Heads of values may be shorter than those of keys.
+bool are_flash_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     std::int64_t of_values) {
+  const std::int64_t head_dim = q.size(4);
+  return is_fused(q) && q.element_size() == 2 && same_dtype(q, k) && same_dtype(q, v) &&
+         head_dim % 8 == 0 && head_dim <= 256 && of_values % 8 == 0 && of_values <= head_dim &&
+         q.numel() > 0;
+}
+
+/// Whether queries up to position `end` see all keys up to their own.
+bool is_merely_causal(const SeenKeys& seen, std::int64_t end) {
+  return !seen.begins && !seen.ends && end <= seen.window;
+}
+
 bool is_flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SeenKeys& seen) {
-  const std::int64_t head_dim = q.size(4), of_values = v.size(2) / q.size(1);
-  const bool merely_causal = !seen.begins && !seen.ends && q.size(2) <= seen.window;
-  return merely_causal && is_fused(q) && q.element_size() == 2 && same_dtype(q, k) &&
-         same_dtype(q, v) && head_dim % 8 == 0 && head_dim <= 256 && of_values % 8 == 0 &&
-         of_values <= head_dim && q.numel() > 0;
+  return is_merely_causal(seen, q.size(2)) && are_flash_heads(q, k, v, v.size(2) / q.size(1));
 }
 
 }  // namespace
@@ -182,6 +191,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
           : kept.size() >= fused::kFlashKept ? fused::causal_attention_backward
                                              : aten::causal_attention_backward)(
       grad, kept, begins, ends, window, groups, repeat, scale);
+}
+
+std::tuple<at::Tensor, std::vector<at::Tensor>> part_attention_forward(
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t first, std::int64_t window, double scale) {
+  TESSERA_WATCHED(part_attention_forward, q, keys, values, begins, ends, first, window, scale);
+  const bool is_flash = is_merely_causal({begins, ends, window}, first + q.size(2)) &&
+                        are_flash_heads(q, keys, values, values.size(3));
+  return (has_kernels(q) ? cpu::part_attention_forward
+          : is_flash
+              ? fused::part_attention_forward
+              : aten::part_attention_forward)(q, keys, values, begins, ends, first, window, scale);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> part_attention_backward(
+    const at::Tensor& grad, const at::Tensor& result, const at::Tensor& q, const at::Tensor& keys,
+    const at::Tensor& values, at::TensorList kept, const std::optional<at::Tensor>& begins,
+    const std::optional<at::Tensor>& ends, std::int64_t first, std::int64_t window, double scale) {
+  TESSERA_WATCHED(part_attention_backward, grad, result, q, keys, values, kept, begins, ends, first,
+                  window, scale);
+  return (has_kernels(q)                           ? cpu::part_attention_backward
+          : kept.size() == fused::kFlashKeptOfPart ? fused::part_attention_backward
+                                                   : aten::part_attention_backward)(
+      grad, result, q, keys, values, kept, begins, ends, first, window, scale);
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,

@@ -96,25 +96,44 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     const at::Tensor& grad, at::TensorList kept, const std::optional<at::Tensor>& begins,
     const std::optional<at::Tensor>& ends, std::int64_t window, std::int64_t groups,
     std::int64_t repeat, double scale);
+
+/// Attention of a part of a row's queries: q [B, G, T, R, D] at positions first .. first + T - 1
+/// among the N of keys and values [B, G, N, D], [B, G, N, D']; begins and ends [B, T] count these
+/// keys. Views of longer tensors are not copied. -> [B, T, H*D'], and the tensors that backward
+/// reads in addition to q, keys, values and the result. In cpu/ parts that begin and end at
+/// multiples of 256 have the bits of one call for the whole row where R is a power of two; the
+/// gradients of keys and values have the same terms, added in another order.
+std::tuple<at::Tensor, std::vector<at::Tensor>> part_attention_forward(
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t first, std::int64_t window, double scale);
+/// -> the gradient of q, and what the part adds to those of keys and values: [B, G, N, .] in fp32
+/// (fp64 for fp64), zero where no query of the part sees; fused/ rounds it to the keys' dtype.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> part_attention_backward(
+    const at::Tensor& grad, const at::Tensor& result, const at::Tensor& q, const at::Tensor& keys,
+    const at::Tensor& values, at::TensorList kept, const std::optional<at::Tensor>& begins,
+    const std::optional<at::Tensor>& ends, std::int64_t first, std::int64_t window, double scale);
+
 /// q [B, G, T, R, D] of the last T of the N positions that keys and values [B, G, N, D] hold ->
 /// [B, T, H*D].
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale);
 
-/// Attention whose scores and sums are fp32 (fp64 for fp64), rounded once: q [B, G, T, R, D] of the
-/// last T of the N positions that keys and values [B, G, N, D'] hold, sinks [G*R] -> [B, T, H*D'].
-/// One implementation for all devices, made of products and window_softmax.
+/// Attention whose scores and sums are fp32 (fp64 for fp64), rounded once: q [B, G, T, R, D] at
+/// positions first .. first + T - 1 among the N of keys and values [B, G, N, D'], sinks [G*R] ->
+/// [B, T, H*D']. One implementation for all devices, made of products and window_softmax.
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                               const std::optional<at::Tensor>& sinks,
                               const std::optional<at::Tensor>& begins,
-                              const std::optional<at::Tensor>& ends, std::int64_t window,
-                              double scale);
-/// -> gradients of q, keys, values, and of the sinks as wide as the scores; the last is undefined
-/// without sinks or where it is not requested.
+                              const std::optional<at::Tensor>& ends, std::int64_t first,
+                              std::int64_t window, double scale);
+/// -> gradients of q, and as wide as the scores those of keys, values and sinks; the last is
+/// undefined without sinks or where it is not requested.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_backward(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
     const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& begins,
-    const std::optional<at::Tensor>& ends, std::int64_t window, double scale, bool of_sinks);
+    const std::optional<at::Tensor>& ends, std::int64_t first, std::int64_t window, double scale,
+    bool of_sinks);
 
 /// Softmax of scale * scores [B*G, Q*R, N] of Q queries, the first at position `first`. Each sees,
 /// among the N keys, the last `window` up to its own position, limited by begins and ends [B, Q].

@@ -40,13 +40,21 @@ namespace {
   X(causal_attention_backward,                                                                   \
     "(Tensor grad, Tensor[] kept, Tensor? begins, Tensor? ends, int window, int groups, "        \
     "int repeat, float scale) -> (Tensor, Tensor, Tensor)")                                      \
+  X(part_attention_forward,                                                                      \
+    "(Tensor q, Tensor keys, Tensor values, Tensor? begins, Tensor? ends, int first, "           \
+    "int window, float scale) -> (Tensor, Tensor[])")                                            \
+  X(part_attention_backward,                                                                     \
+    "(Tensor grad, Tensor result, Tensor q, Tensor keys, Tensor values, Tensor[] kept, "         \
+    "Tensor? begins, Tensor? ends, int first, int window, float scale) "                         \
+    "-> (Tensor, Tensor, Tensor)")                                                               \
   X(cached_attention, "(Tensor q, Tensor keys, Tensor values, float scale) -> Tensor")           \
   X(windowed_attention,                                                                          \
     "(Tensor q, Tensor keys, Tensor values, Tensor? sinks, Tensor? begins, Tensor? ends, "       \
-    "int window, float scale) -> Tensor")                                                        \
+    "int first, int window, float scale) -> Tensor")                                             \
   X(windowed_attention_backward,                                                                 \
     "(Tensor grad, Tensor q, Tensor keys, Tensor values, Tensor? sinks, Tensor? begins, "        \
-    "Tensor? ends, int window, float scale, bool of_sinks) -> (Tensor, Tensor, Tensor, Tensor)") \
+    "Tensor? ends, int first, int window, float scale, bool of_sinks) "                          \
+    "-> (Tensor, Tensor, Tensor, Tensor)")                                                       \
   X(window_softmax, "(Tensor(a!) scores, Tensor? sinks, Tensor(b!)? shares, " TESSERA_IN_WINDOW) \
   X(window_softmax_backward,                                                                     \
     "(Tensor(a!) grad, Tensor weights, Tensor(b!)? shares, " TESSERA_IN_WINDOW)                  \

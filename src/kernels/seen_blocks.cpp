@@ -47,9 +47,9 @@ std::vector<SeenBlock> seen_blocks(const SeenSizes& sizes, const SeenKeys& seen)
     };
     for (std::int64_t begin = 0; begin < sizes.queries; begin += sizes.block) {
       const layout::Range queries{begin, std::min(sizes.queries, begin + sizes.block)};
-      const std::int64_t before = sizes.keys - sizes.queries;
-      const std::int64_t own_end = before + begin + 1;
-      layout::Range keys{own_end > seen.window ? own_end - seen.window : 0, before + queries.end};
+      const std::int64_t own_end = sizes.first + begin + 1;
+      layout::Range keys{own_end > seen.window ? own_end - seen.window : 0,
+                         sizes.first + queries.end};
       if (seen.ends && ends == nullptr) keys.end = sizes.keys;
       if (by_row) keys = narrowed(keys, queries, of_row(begins), of_row(ends));
       keys.end = std::clamp<std::int64_t>(keys.end, 1, sizes.keys);
@@ -64,7 +64,7 @@ at::Tensor hidden_keys(const SeenBlock& block, const SeenSizes& sizes, const See
                        const at::Device& device) {
   const auto options = at::TensorOptions(at::kLong).device(device);
   const auto [rows, queries, keys] = block;
-  const std::int64_t first = sizes.keys - sizes.queries + queries.begin;
+  const std::int64_t first = sizes.first + queries.begin;
   const at::Tensor key = at::arange(keys.begin, keys.end, options);
   const at::Tensor own = at::arange(first, first + queries.size(), options).view({1, 1, -1, 1, 1});
   const auto of_block = [&](const at::Tensor& all) {

@@ -21,8 +21,8 @@ namespace tessera::kernels {
 
 inline constexpr std::int64_t kNoWindow = std::numeric_limits<std::int64_t>::max();
 
-/// Query i, the last of N positions' queries being the last one, sees key j where begins[i] <= j,
-/// i - window < j and j < ends[i].
+/// Query i, counted as a position among the keys, sees key j where begins[i] <= j, i - window < j
+/// and j < ends[i].
 struct SeenKeys {
   std::optional<at::Tensor> begins = std::nullopt;  ///< [B, T] i64; none = 0
   std::optional<at::Tensor> ends = std::nullopt;    ///< [B, T] i64; none = i + 1
@@ -36,6 +36,7 @@ struct SeenBlock {
 
 struct SeenSizes {
   std::int64_t rows = 0, queries = 0, keys = 0;
+  std::int64_t first = 0;  ///< position of the first query among the keys
   std::int64_t block = 0;  ///< number of queries in a block
 };
 

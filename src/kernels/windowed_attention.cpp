@@ -26,7 +26,7 @@ at::Tensor widened(const at::Tensor& x, at::ScalarType dtype) {
 class Windowed {
  public:
   Windowed(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-           const std::optional<at::Tensor>& sinks, SeenKeys seen, double scale)
+           const std::optional<at::Tensor>& sinks, SeenKeys seen, std::int64_t first, double scale)
       : rows(q.size(0)),
         groups(q.size(1)),
         queries(q.size(2)),
@@ -36,6 +36,7 @@ class Windowed {
         keys_(widened(keys, inside)),
         values_(widened(values, inside)),
         seen_(std::move(seen)),
+        first_(first),
         scale_(scale) {
     if (sinks) sinks_ = sinks->to(inside).contiguous();
   }
@@ -45,7 +46,8 @@ class Windowed {
     // blocks.
     const std::int64_t most = seen_.begins ? 128 : 256;
     return seen_blocks(
-        {rows, queries, keys_.size(1), std::clamp<std::int64_t>(seen_.window, 64, most)}, seen_);
+        {rows, queries, keys_.size(1), first_, std::clamp<std::int64_t>(seen_.window, 64, most)},
+        seen_);
   }
 
   at::Tensor rows_of(const at::Tensor& x, const SeenBlock& block) const {
@@ -98,7 +100,7 @@ class Windowed {
  private:
   /// Returns the position of the first query among the keys that the block sees.
   std::int64_t first_key(const SeenBlock& block) const {
-    return keys_.size(1) - queries + block.queries.begin - block.keys.begin;
+    return first_ + block.queries.begin - block.keys.begin;
   }
   /// Returns the block's part of [B, T] key numbers, counted from its first key.
   static std::optional<at::Tensor> among_keys(const std::optional<at::Tensor>& all,
@@ -113,6 +115,7 @@ class Windowed {
   at::Tensor q_, keys_, values_;
   std::optional<at::Tensor> sinks_;
   SeenKeys seen_;
+  std::int64_t first_;
   double scale_;
 };
 
@@ -128,10 +131,10 @@ at::Tensor turned(const at::Tensor& x, const Windowed& job) {
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                               const std::optional<at::Tensor>& sinks,
                               const std::optional<at::Tensor>& begins,
-                              const std::optional<at::Tensor>& ends, std::int64_t window,
-                              double scale) {
-  TESSERA_WATCHED(windowed_attention, q, keys, values, sinks, begins, ends, window, scale);
-  const Windowed job(q, keys, values, sinks, {begins, ends, window}, scale);
+                              const std::optional<at::Tensor>& ends, std::int64_t first,
+                              std::int64_t window, double scale) {
+  TESSERA_WATCHED(windowed_attention, q, keys, values, sinks, begins, ends, first, window, scale);
+  const Windowed job(q, keys, values, sinks, {begins, ends, window}, first, scale);
   const at::Tensor mixed =
       result({job.rows, job.queries, job.groups * job.repeat * values.size(3)}, q.options());
   const at::Tensor by_group = turned(mixed, job);
@@ -147,10 +150,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_ba
     const at::Tensor& grad_input, const at::Tensor& q, const at::Tensor& keys,
     const at::Tensor& values, const std::optional<at::Tensor>& sinks,
     const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
-    std::int64_t window, double scale, bool of_sinks) {
+    std::int64_t first, std::int64_t window, double scale, bool of_sinks) {
   TESSERA_WATCHED(windowed_attention_backward, grad_input, q, keys, values, sinks, begins, ends,
-                  window, scale, of_sinks);
-  const Windowed job(q, keys, values, sinks, {begins, ends, window}, scale);
+                  first, window, scale, of_sinks);
+  const Windowed job(q, keys, values, sinks, {begins, ends, window}, first, scale);
   const at::Tensor grad = turned(grad_input.contiguous(), job);
   const at::Tensor grad_q = result(q.sizes(), q.options());
   const auto zeros = [&](const at::Tensor& like) {
@@ -176,8 +179,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_ba
     job.part(grad_keys, block).add_(at::bmm(scores.transpose(1, 2), queries));
     if (shares) add_sink_gradients(*shares, *grad_sinks, job.repeat);
   }
-  return {grad_q, grad_keys.view(keys.sizes()).to(keys.scalar_type()),
-          grad_values.view(values.sizes()).to(values.scalar_type()),
+  return {grad_q, grad_keys.view(keys.sizes()), grad_values.view(values.sizes()),
           grad_sinks ? grad_sinks->to(job.inside) : at::Tensor()};
 }
 

@@ -21,14 +21,20 @@ namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
+/// G key/value heads, R query heads of each; the first query's position among the keys.
+struct Heads {
+  std::int64_t groups, repeat, first = 0;
+};
+
 /// Attention by blocks of queries; queries [B*G, T*R, D], keys and values [B*G, N, D].
 class Blockwise {
  public:
-  Blockwise(const at::Tensor& queries, const at::Tensor& keys, std::int64_t groups,
-            std::int64_t repeat, const SeenKeys& seen, double scale)
-      : sizes_{queries.size(0) / groups, queries.size(1) / repeat, keys.size(1), kBlock},
-        groups_(groups),
-        repeat_(repeat),
+  Blockwise(const at::Tensor& queries, const at::Tensor& keys, const Heads& heads,
+            const SeenKeys& seen, double scale)
+      : sizes_{queries.size(0) / heads.groups, queries.size(1) / heads.repeat, keys.size(1),
+               heads.first, kBlock},
+        groups_(heads.groups),
+        repeat_(heads.repeat),
         seen_(seen),
         scale_(scale) {}
 
@@ -90,6 +96,37 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   return job.joined(parts, values);
 }
 
+struct Gradients {
+  at::Tensor queries;       ///< [B*G, T*R, D]
+  at::Tensor keys, values;  ///< [B*G, N, .], as wide as the weights are computed
+};
+
+/// grad [B*G, T*R, D'].
+Gradients attend_backward(const at::Tensor& grad, const at::Tensor& queries, const at::Tensor& keys,
+                          const at::Tensor& values, const Blockwise& job, double scale) {
+  const at::ScalarType dtype = queries.scalar_type();
+  const at::ScalarType inside = at::promote_types(dtype, at::kFloat);
+  const auto zeros = [&](const at::Tensor& like) {
+    return at::zeros(like.sizes(), like.options().dtype(inside));
+  };
+  const at::Tensor grad_keys = zeros(keys), grad_values = zeros(values);
+  std::vector<at::Tensor> grad_queries;
+  for (const SeenBlock& block : job.blocks()) {
+    const at::Tensor wide = job.weights(queries, keys, block);
+    const at::Tensor of_grad = job.queries_of(grad, block);
+    job.keys_of(grad_values, block).add_(at::bmm(wide.to(dtype).transpose(1, 2), of_grad));
+    const at::Tensor grad_weights =
+        at::bmm(of_grad, job.keys_of(values, block).transpose(1, 2)).to(inside);
+    // A query gives weight 0 to keys that it does not see, so their scores get 0.
+    const at::Tensor scores =
+        at::_softmax_backward_data(grad_weights, wide, 2, inside).to(dtype) * scale;
+    grad_queries.push_back(at::bmm(scores, job.keys_of(keys, block)));
+    job.keys_of(grad_keys, block)
+        .add_(at::bmm(job.queries_of(queries, block).transpose(1, 2), scores).transpose(1, 2));
+  }
+  return {job.joined(grad_queries, queries), grad_keys, grad_values};
+}
+
 /// [B, G, N, D] -> [B*G, N, D].
 at::Tensor joined_heads(const at::Tensor& x) {
   return x.reshape({x.size(0) * x.size(1), x.size(2), x.size(3)});
@@ -100,6 +137,14 @@ at::Tensor by_position_of(const at::Tensor& x, const at::Tensor& q) {
   return x.view({q.size(0), q.size(1), q.size(2), q.size(3) * x.size(2)})
       .transpose(1, 2)
       .reshape({q.size(0), q.size(2), q.size(1) * q.size(3) * x.size(2)});
+}
+
+/// The inverse.
+at::Tensor by_query_of(const at::Tensor& x, std::int64_t groups, std::int64_t repeat) {
+  const std::int64_t head_dim = x.size(2) / (groups * repeat);
+  return joined_heads(x.reshape({x.size(0), x.size(1), groups, repeat * head_dim})
+                          .transpose(1, 2)
+                          .reshape({x.size(0), groups, x.size(1) * repeat, head_dim}));
 }
 
 /// v [B, T, G*D'] -> [B*G, T, D'].
@@ -113,11 +158,9 @@ at::Tensor values_of(const at::Tensor& v, const at::Tensor& q) {
 at::Tensor hidden_in_window(const at::Tensor& scores, const std::optional<at::Tensor>& begins,
                             const std::optional<at::Tensor>& ends, std::int64_t first,
                             std::int64_t window, std::int64_t queries, std::int64_t groups) {
-  // The first query is at position `first`: so many keys have no query.
-  const std::int64_t keys = first + queries, rows = scores.size(0) / groups;
-  const SeenBlock block{{0, rows}, {0, queries}, {0, scores.size(2)}};
-  return hidden_keys(block, {rows, queries, keys, queries}, {begins, ends, window},
-                     scores.device());
+  const std::int64_t rows = scores.size(0) / groups, keys = scores.size(2);
+  return hidden_keys({{0, rows}, {0, queries}, {0, keys}}, {rows, queries, keys, first, queries},
+                     {begins, ends, window}, scores.device());
 }
 
 }  // namespace
@@ -137,7 +180,7 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(
       joined_heads(q.reshape({q.size(0), q.size(1), q.size(2) * q.size(3), q.size(4)}));
   const at::Tensor keys = joined_heads(k.squeeze(3));
   const at::Tensor values = values_of(v, q);
-  const Blockwise job(queries, keys, q.size(1), q.size(3), {begins, ends, window}, scale);
+  const Blockwise job(queries, keys, {q.size(1), q.size(3)}, {begins, ends, window}, scale);
   return {by_position_of(attend(queries, keys, values, job), q), {queries, keys, values}};
 }
 
@@ -147,39 +190,40 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     std::int64_t repeat, double scale) {
   const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2];
   const at::ScalarType dtype = queries.scalar_type();
-  const at::ScalarType inside = at::promote_types(dtype, at::kFloat);
   const std::int64_t rows = queries.size(0) / groups;
   const std::int64_t positions = queries.size(1) / repeat;
-  const at::Tensor grad =
-      joined_heads(grad_input.reshape({rows, positions, groups, repeat * values.size(2)})
-                       .transpose(1, 2)
-                       .reshape({rows, groups, positions * repeat, values.size(2)}));
-  const auto zeros = [&](const at::Tensor& like) {
-    return at::zeros(like.sizes(), like.options().dtype(inside));
-  };
-  const at::Tensor grad_keys = zeros(keys), grad_values = zeros(values);
-  std::vector<at::Tensor> grad_queries;
-  const Blockwise job(queries, keys, groups, repeat, {begins, ends, window}, scale);
-  for (const SeenBlock& block : job.blocks()) {
-    const at::Tensor wide = job.weights(queries, keys, block);
-    const at::Tensor of_grad = job.queries_of(grad, block);
-    job.keys_of(grad_values, block).add_(at::bmm(wide.to(dtype).transpose(1, 2), of_grad));
-    const at::Tensor grad_weights =
-        at::bmm(of_grad, job.keys_of(values, block).transpose(1, 2)).to(inside);
-    // A query gives weight 0 to keys that it does not see, so their scores get 0.
-    const at::Tensor scores =
-        at::_softmax_backward_data(grad_weights, wide, 2, inside).to(dtype) * scale;
-    grad_queries.push_back(at::bmm(scores, job.keys_of(keys, block)));
-    job.keys_of(grad_keys, block)
-        .add_(at::bmm(job.queries_of(queries, block).transpose(1, 2), scores).transpose(1, 2));
-  }
-  return {
-      job.joined(grad_queries, queries).reshape({rows, groups, positions, repeat, queries.size(2)}),
-      grad_keys.to(dtype).reshape({rows, groups, positions, 1, keys.size(2)}),
-      grad_values.to(dtype)
-          .view({rows, groups, positions, values.size(2)})
-          .transpose(1, 2)
-          .reshape({rows, positions, groups * values.size(2)})};
+  const Blockwise job(queries, keys, {groups, repeat}, {begins, ends, window}, scale);
+  const Gradients of =
+      attend_backward(by_query_of(grad_input, groups, repeat), queries, keys, values, job, scale);
+  return {of.queries.reshape({rows, groups, positions, repeat, queries.size(2)}),
+          of.keys.to(dtype).reshape({rows, groups, positions, 1, keys.size(2)}),
+          of.values.to(dtype)
+              .view({rows, groups, positions, values.size(2)})
+              .transpose(1, 2)
+              .reshape({rows, positions, groups * values.size(2)})};
+}
+
+std::tuple<at::Tensor, std::vector<at::Tensor>> part_attention_forward(
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t first, std::int64_t window, double scale) {
+  const at::Tensor queries = joined_heads(q.flatten(2, 3)), all_keys = joined_heads(keys);
+  const Blockwise job(queries, all_keys, {q.size(1), q.size(3), first}, {begins, ends, window},
+                      scale);
+  return {by_position_of(attend(queries, all_keys, joined_heads(values), job), q), {}};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> part_attention_backward(
+    const at::Tensor& grad, const at::Tensor& /*result*/, const at::Tensor& q,
+    const at::Tensor& keys, const at::Tensor& values, at::TensorList /*kept*/,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t first, std::int64_t window, double scale) {
+  const at::Tensor queries = joined_heads(q.flatten(2, 3)), all_keys = joined_heads(keys);
+  const Blockwise job(queries, all_keys, {q.size(1), q.size(3), first}, {begins, ends, window},
+                      scale);
+  const Gradients of = attend_backward(by_query_of(grad, q.size(1), q.size(3)), queries, all_keys,
+                                       joined_heads(values), job, scale);
+  return {of.queries.view(q.sizes()), of.keys.view(keys.sizes()), of.values.view(values.sizes())};
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -187,7 +231,8 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
   const at::Tensor queries =
       joined_heads(q.reshape({q.size(0), q.size(1), q.size(2) * q.size(3), q.size(4)}));
   const at::Tensor all_keys = joined_heads(keys);
-  const Blockwise job(queries, all_keys, q.size(1), q.size(3), {}, scale);
+  const Blockwise job(queries, all_keys, {q.size(1), q.size(3), keys.size(2) - q.size(2)}, {},
+                      scale);
   return by_position_of(attend(queries, all_keys, joined_heads(values), job), q);
 }
 

@@ -23,15 +23,17 @@
 namespace tessera::kernels::cpu {
 namespace {
 
-/// B rows, G key/value heads, T positions, R query heads of each, D head_dim.
+/// B rows, G key/value heads, T positions of queries, the first at position `first` among the keys,
+/// R query heads of each, D head_dim.
 struct Sizes {
-  explicit Sizes(const at::Tensor& q)
-      : rows(q.size(0)),
+  explicit Sizes(const at::Tensor& q, std::int64_t first_query = 0)
+      : first(first_query),
+        rows(q.size(0)),
         groups(q.size(1)),
         positions(q.size(2)),
         repeat(q.size(3)),
         head_dim(q.size(4)) {}
-  std::int64_t rows, groups, positions, repeat, head_dim;
+  std::int64_t first, rows, groups, positions, repeat, head_dim;
 };
 
 /// Whether a call returns a tensor or uses it only for itself.
@@ -48,6 +50,11 @@ at::Tensor turned(const at::Tensor& x, at::IntArrayRef sizes, Role role) {
   const at::Tensor copy = empty(sizes, x, role);
   copy.view(other.sizes()).copy_(other);
   return copy;
+}
+
+/// [B, G, N, D] -> [B*G, N, D]; copies only where the heads of a row do not follow each other.
+at::Tensor by_head(const at::Tensor& x) {
+  return x.reshape({x.size(0) * x.size(1), x.size(2), x.size(3)});
 }
 
 /// Copies [B, T, G*n*D] -> [B*G, T*n, D]. D is x's own: values may have another one than queries.
@@ -90,9 +97,9 @@ std::int64_t queries_of_block(const Sizes& sizes, const SeenKeys& seen,
 std::vector<Part> parts_of(const Sizes& sizes, std::int64_t keys, const SeenKeys& seen,
                            std::int64_t element_bytes) {
   std::vector<Part> parts;
-  for (const SeenBlock& block : seen_blocks(
-           {sizes.rows, sizes.positions, keys, queries_of_block(sizes, seen, element_bytes)},
-           seen)) {
+  for (const SeenBlock& block : seen_blocks({sizes.rows, sizes.positions, keys, sizes.first,
+                                             queries_of_block(sizes, seen, element_bytes)},
+                                            seen)) {
     const std::int64_t of_entry =
         block.queries.size() * sizes.repeat * block.keys.size() * element_bytes;
     const std::int64_t most = std::max<std::int64_t>(1, kScoresBytes / of_entry);
@@ -203,7 +210,7 @@ class Parts {
             .ends = of_part(seen_.ends),
             .from = part.block.keys.begin,
             .keys = part.block.keys.size(),
-            .first = keys_ - sizes_.positions + queries.begin - part.block.keys.begin,
+            .first = sizes_.first + queries.begin - part.block.keys.begin,
             .window = seen_.window,
             .groups = part.entries(),  // of one row, where rows differ in what they see
             .repeat = sizes_.repeat,
@@ -235,8 +242,7 @@ class Parts {
   std::array<at::Tensor, kMemories> memory_;
 };
 
-/// Computes attention: queries [B*G, T*R, D] of the last T of N positions, keys and values [B*G, N,
-/// D] -> [B, T, G*R*D']. Writes the rows' sums to `sums` [parts' rows, 2], part after part, if it
+/// Computes attention: queries [B*G, T*R, D], keys and values [B*G, N, .] -> [B, T, G*R*D']. Writes the rows' sums to `sums` [parts' rows, 2], part after part, if it
 /// is defined.
 at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
                   const Sizes& sizes, const SeenKeys& seen, double scale, const at::Tensor& sums) {
@@ -299,6 +305,40 @@ class KeySum {
   at::Tensor result_, sum_;
 };
 
+/// The tensors of attention by heads, as backward reads them: queries and grad [B*G, T*R, .], keys
+/// and values [B*G, N, .], and the sums of attend().
+struct Attended {
+  at::Tensor queries, keys, values, sums, grad;
+};
+
+/// Writes the gradient of queries to grad_q [B*G, T*R, D], and adds the parts' products to the
+/// sums of keys and values.
+void attend_backward(const Attended& of, Parts& parts, const at::Tensor& grad_q, KeySum& grad_keys,
+                     KeySum& grad_values) {
+  const bool at_once = parts.at_once();
+  std::int64_t done = 0;
+  for (const Part& part : parts.computed()) {
+    const at::Tensor of_queries = parts.queries_of(of.queries, part);
+    const at::Tensor of_grad = parts.queries_of(of.grad, part);
+    const at::Tensor of_keys = parts.keys_of(of.keys, part);
+    at::Tensor weights = parts.scores(Parts::kWeights, part);
+    base::bmm_out(weights, of_queries, of_keys.transpose(1, 2));
+    at::Tensor scores = parts.scores(Parts::kScores, part);
+    base::bmm_out(scores, of_grad, parts.keys_of(of.values, part).transpose(1, 2));
+    const std::int64_t rows = scores.size(0) * scores.size(1);
+    parts.softmax_backward(scores, weights, of.sums.narrow(0, done, rows), part);
+    done += rows;
+    at::Tensor to_queries =
+        at_once ? parts.entries_of(grad_q, part) : parts.by_query(part, grad_q.size(2));
+    base::bmm_out(to_queries, scores, of_keys);
+    if (!at_once) parts.queries_of(grad_q, part).copy_(to_queries);
+    grad_keys.add(parts, part, scores, of_queries);
+    grad_values.add(parts, part, weights, of_grad);
+  }
+  grad_keys.finish();
+  grad_values.finish();
+}
+
 /// Makes them contiguous: tables read them by rows (Parts::seen_by).
 SeenKeys seen_keys_of(const std::optional<at::Tensor>& begins,
                       const std::optional<at::Tensor>& ends, std::int64_t window) {
@@ -339,7 +379,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     const at::Tensor& grad_input, at::TensorList kept, const std::optional<at::Tensor>& begins,
     const std::optional<at::Tensor>& ends, std::int64_t window, std::int64_t groups,
     std::int64_t repeat, double scale) {
-  const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2], &sums = kept[3];
+  const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2];
   const std::int64_t head_dim = queries.size(2);
   const at::Tensor grad_q =
       result({queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, head_dim},
@@ -350,37 +390,48 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
   const at::Tensor grad = by_group(grad_input.contiguous(), sizes, repeat, Role::kTemporary);
   Parts parts(sizes, keys, values, seen_keys_of(begins, ends, window), scale);
   KeySum grad_keys(grad_k, parts.at_once()), grad_values(grad_v, parts.at_once());
-  std::int64_t done = 0;
-  for (const Part& part : parts.computed()) {
-    const at::Tensor of_queries = parts.queries_of(queries, part);
-    const at::Tensor of_grad = parts.queries_of(grad, part);
-    const at::Tensor of_keys = parts.keys_of(keys, part);
-    at::Tensor weights = parts.scores(Parts::kWeights, part);
-    base::bmm_out(weights, of_queries, of_keys.transpose(1, 2));
-    at::Tensor scores = parts.scores(Parts::kScores, part);
-    base::bmm_out(scores, of_grad, parts.keys_of(values, part).transpose(1, 2));
-    const std::int64_t rows = scores.size(0) * scores.size(1);
-    parts.softmax_backward(scores, weights, sums.narrow(0, done, rows), part);
-    done += rows;
-    at::Tensor to_queries =
-        parts.at_once() ? parts.entries_of(flat(grad_q), part) : parts.by_query(part, head_dim);
-    base::bmm_out(to_queries, scores, of_keys);
-    if (!parts.at_once()) parts.queries_of(flat(grad_q), part).copy_(to_queries);
-    grad_keys.add(parts, part, scores, of_queries);
-    grad_values.add(parts, part, weights, of_grad);
-  }
-  grad_keys.finish();
-  grad_values.finish();
+  attend_backward({queries, keys, values, kept[3], grad}, parts, flat(grad_q), grad_keys,
+                  grad_values);
   return {grad_q, grad_k.view({sizes.rows, groups, sizes.positions, 1, head_dim}),
           by_position(grad_v, sizes, 1)};
 }
 
+std::tuple<at::Tensor, std::vector<at::Tensor>> part_attention_forward(
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t first, std::int64_t window, double scale) {
+  const at::Tensor queries = by_head(q.flatten(2, 3));
+  const at::Tensor sums =
+      result({queries.size(0) * queries.size(1), 2}, queries.options().dtype(at::kFloat));
+  const at::Tensor mixed = attend(queries, by_head(keys), by_head(values), Sizes(q, first),
+                                  seen_keys_of(begins, ends, window), scale, sums);
+  return {mixed, {sums}};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> part_attention_backward(
+    const at::Tensor& grad_input, const at::Tensor& /*result*/, const at::Tensor& q,
+    const at::Tensor& keys, const at::Tensor& values, at::TensorList kept,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t first, std::int64_t window, double scale) {
+  const Sizes sizes(q, first);
+  const auto wide = [](const at::Tensor& x) {
+    return result(x.sizes(), x.options().dtype(at::kFloat));
+  };
+  const at::Tensor grad_q = result(q.sizes(), q.options());
+  const at::Tensor grad_k = wide(keys), grad_v = wide(values);
+  const Attended of{by_head(q.flatten(2, 3)), by_head(keys), by_head(values), kept[0],
+                    by_group(grad_input, sizes, sizes.repeat, Role::kTemporary)};
+  Parts parts(sizes, of.keys, of.values, seen_keys_of(begins, ends, window), scale);
+  // Never a product written in place: it would have other signs of zeros than a sum.
+  KeySum grad_keys(by_head(grad_k), /*at_once=*/false);
+  KeySum grad_values(by_head(grad_v), /*at_once=*/false);
+  attend_backward(of, parts, flat(grad_q), grad_keys, grad_values);
+  return {grad_q, grad_k, grad_v};
+}
+
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale) {
-  const Sizes sizes(q);
-  const auto by_head = [&](const at::Tensor& x) {
-    return x.reshape({sizes.rows * sizes.groups, x.size(2), x.size(3)});
-  };
+  const Sizes sizes(q, keys.size(2) - q.size(2));
   return attend(flat(q.contiguous()), by_head(keys), by_head(values), sizes, {}, scale, {});
 }
 

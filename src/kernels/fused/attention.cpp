@@ -1,7 +1,9 @@
 // Attention by ATen's flash attention, or by cuDNN's where libtorch would take it (on Hopper).
 // These take [B, heads, T, D] in any order of memory but the last dim's, and fewer keys than
 // queries. The results of rope_heads and a projection are views of that, so nothing is copied on
-// the way in or out. Only for merely causal attention: borders and windows are in aten/.
+// the way in or out. Parts of a row's queries use flash attention alone, whose causal mask lets the
+// last query see the last key where there are more keys; cuDNN's lets the first see the first. Only
+// for merely causal attention: borders and windows are in aten/.
 #include <ATen/Context.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -10,6 +12,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "kernels/implementations.h"
 #include "tessera/wide_scope.h"
@@ -20,12 +23,15 @@ namespace {
 /// [B, G, T, R, D] -> [B, G*R, T, D].
 at::Tensor by_head(const at::Tensor& x) { return x.transpose(2, 3).flatten(1, 2); }
 
-/// [B, T, G*D'] -> [B, G, T, D], with zeros after D': a head of values is as long as one of keys
-/// there.
-at::Tensor of_groups(const at::Tensor& v, std::int64_t groups, std::int64_t head_dim) {
-  const at::Tensor heads = v.unflatten(2, {groups, v.size(2) / groups}).transpose(1, 2);
+/// Adds zeros after the D' values of a head: it is as long as one of keys there.
+at::Tensor padded(const at::Tensor& heads, std::int64_t head_dim) {
   const std::int64_t missing = head_dim - heads.size(3);
   return missing == 0 ? heads : at::constant_pad_nd(heads, {0, missing});
+}
+
+/// [B, T, G*D'] -> [B, G, T, D].
+at::Tensor of_groups(const at::Tensor& v, std::int64_t groups, std::int64_t head_dim) {
+  return padded(v.unflatten(2, {groups, v.size(2) / groups}).transpose(1, 2), head_dim);
 }
 
 /// [B, H, T, D] -> [B, T, H*D'].
@@ -103,6 +109,40 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
                 /*is_causal=*/true, scale);
   return {grad_q.unflatten(1, {groups, repeat}).transpose(2, 3), grad_k.unsqueeze(3),
           by_position(grad_v, head_dim)};
+}
+
+std::tuple<at::Tensor, std::vector<at::Tensor>> part_attention_forward(
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+    const std::optional<at::Tensor>& /*begins*/, const std::optional<at::Tensor>& /*ends*/,
+    std::int64_t first, std::int64_t /*window*/, double scale) {
+  const std::int64_t seen = first + q.size(2);
+  const WideScope sums;
+  auto [mixed, log_sum, begins_q, begins_k, most_q, most_k, seed, offset, mask] =
+      at::_scaled_dot_product_flash_attention(by_head(q), keys.narrow(2, 0, seen),
+                                              padded(values.narrow(2, 0, seen), q.size(4)),
+                                              /*dropout_p=*/0.0, /*is_causal=*/true,
+                                              /*return_debug_mask=*/false, scale);
+  return {by_position(mixed, values.size(3)), {log_sum, seed, offset}};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> part_attention_backward(
+    const at::Tensor& grad, const at::Tensor& result, const at::Tensor& q, const at::Tensor& keys,
+    const at::Tensor& values, at::TensorList kept, const std::optional<at::Tensor>& /*begins*/,
+    const std::optional<at::Tensor>& /*ends*/, std::int64_t first, std::int64_t /*window*/,
+    double scale) {
+  const std::int64_t heads = q.size(1) * q.size(3), seen = first + q.size(2);
+  const at::Tensor none;  // rows have one length
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_backward(
+      of_groups(grad, heads, q.size(4)), by_head(q), keys.narrow(2, 0, seen),
+      padded(values.narrow(2, 0, seen), q.size(4)), of_groups(result, heads, q.size(4)), kept[0],
+      none, none, q.size(2), seen, /*dropout_p=*/0.0, /*is_causal=*/true, kept[1], kept[2], scale);
+  const auto widened = [&](const at::Tensor& found, const at::Tensor& like) {
+    const at::Tensor all = at::zeros(like.sizes(), like.options().dtype(at::kFloat));
+    all.narrow(2, 0, seen).copy_(found.narrow(3, 0, like.size(3)));
+    return all;
+  };
+  return {grad_q.unflatten(1, {q.size(1), q.size(3)}).transpose(2, 3), widened(grad_k, keys),
+          widened(grad_v, values)};
 }
 
 }  // namespace tessera::kernels::fused

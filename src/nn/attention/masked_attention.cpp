@@ -26,7 +26,8 @@ struct WindowedAttentionFunction : torch::autograd::Function<WindowedAttentionFu
         {q, keys, values, sinks.value_or(none), begins.value_or(none), ends.value_or(none)});
     ctx->saved_data["window"] = window;
     ctx->saved_data["scale"] = scale;
-    return kernels::windowed_attention(q, keys, values, sinks, begins, ends, window, scale);
+    return kernels::windowed_attention(q, keys, values, sinks, begins, ends,
+                                       keys.size(2) - q.size(2), window, scale);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -35,10 +36,17 @@ struct WindowedAttentionFunction : torch::autograd::Function<WindowedAttentionFu
     const variable_list saved = ctx->get_saved_variables();
     auto [grad_q, grad_keys, grad_values, grad_sinks] = kernels::windowed_attention_backward(
         grads[0], saved[0], saved[1], saved[2], given(saved[3]), given(saved[4]), given(saved[5]),
-        ctx->saved_data["window"].toInt(), ctx->saved_data["scale"].toDouble(),
-        saved[3].defined() && ctx->needs_input_grad(3));
+        saved[1].size(2) - saved[0].size(2), ctx->saved_data["window"].toInt(),
+        ctx->saved_data["scale"].toDouble(), saved[3].defined() && ctx->needs_input_grad(3));
     const at::Tensor none;
-    return {grad_q, grad_keys, grad_values, grad_sinks, none, none, none, none};
+    return {grad_q,
+            grad_keys.to(saved[1].scalar_type()),
+            grad_values.to(saved[2].scalar_type()),
+            grad_sinks,
+            none,
+            none,
+            none,
+            none};
   }
 };
 

@@ -177,6 +177,14 @@ std::vector<Case> attention(at::ScalarType dtype) {
   const auto scores = draw(8, {4, 15, 12}) * 5, sinks = draw(9, {6});
   const auto rows = draw(10, {4, 15});
   const auto wide_values = draw(13, {2, 2, 300, 6}, dtype);
+  // 150 queries in the middle of 300 keys.
+  const auto part = q.narrow(2, 90, 150).contiguous();
+  const auto of_part = begins.narrow(1, 90, 150).contiguous();
+  const auto [part_mixed, part_kept] =
+      part_attention_forward(part, k.squeeze(3), wide_values, of_part, {}, 90, kNoWindow, 0.4);
+  Tensors part_backward{
+      grad.narrow(1, 90, 150).contiguous(), part_mixed, part, k.squeeze(3), wide_values, of_part};
+  part_backward.insert(part_backward.end(), part_kept.begin(), part_kept.end());
   return {
       {"causal_attention",
        {q, k, v, begins},
@@ -198,6 +206,20 @@ std::vector<Case> attention(at::ScalarType dtype) {
          return listed(causal_attention_backward(a[0], kept, a.back(), {}, kNoWindow, 2, 3, 0.4));
        },
        0, 0},
+      {"part_attention_forward",
+       {part, k.squeeze(3), wide_values, of_part},
+       [](const Tensors& a) {
+         return listed(part_attention_forward(a[0], a[1], a[2], a[3], {}, 90, kNoWindow, 0.4));
+       },
+       2,
+       1},
+      {"part_attention_backward", std::move(part_backward),
+       [](const Tensors& a) {
+         return listed(part_attention_backward(a[0], a[1], a[2], a[3], a[4],
+                                               Tensors(a.begin() + 6, a.end()), a[5], {}, 90,
+                                               kNoWindow, 0.4));
+       },
+       3, 3},
       {"cached_attention",
        {last, keys, values},
        [](const Tensors& a) { return listed(cached_attention(a[0], a[1], a[2], 0.4)); },
@@ -206,14 +228,15 @@ std::vector<Case> attention(at::ScalarType dtype) {
       {"windowed_attention",
        {q, k.squeeze(3), wide_values, sinks, begins},
        [](const Tensors& a) {
-         return listed(windowed_attention(a[0], a[1], a[2], a[3], a[4], {}, 9, 0.4));
+         return listed(windowed_attention(a[0], a[1], a[2], a[3], a[4], {}, 0, 9, 0.4));
        },
        0,
        0},
       {"windowed_attention_backward",
        {grad, q, k.squeeze(3), wide_values, sinks, begins},
        [](const Tensors& a) {
-         return listed(windowed_attention_backward(a[0], a[1], a[2], a[3], a[4], a[5], {}, 9, 0.4,
+         return listed(windowed_attention_backward(a[0], a[1], a[2], a[3], a[4], a[5], {}, 0, 9,
+                                                   0.4,
                                                    /*of_sinks=*/true));
        },
        0,
