@@ -22,8 +22,8 @@ class Mesh {
  public:
   Mesh() = default;
   /// Arranges the ranks of `world`. Ranks that differ on axis pp hold different stages of a model
-  /// (pipeline.h). Errors: kConfig where the shape's size is not the world's, and for cp above 1,
-  /// which is not supported yet.
+  /// (pipeline.h); ranks that differ on axis cp alone have the same rows, and parameters are sharded
+  /// over dp_shard x cp. Errors: kConfig where the shape's size is not the world's.
   Mesh(std::shared_ptr<World> world, MeshShapes shapes);
 
   /// Returns the World.

@@ -39,8 +39,7 @@ class MeshShape {
   /// Makes a shape of any axes. Errors: kConfig for a size below 1, and for two axes of one name.
   explicit MeshShape(std::vector<MeshAxis> axes);
 
-  /// Makes the dense mesh. Errors: kConfig for a size below 1, and for cp above 1, which is not
-  /// supported yet.
+  /// Makes the dense mesh. Errors: kConfig for a size below 1.
   static MeshShape dense(int pp, int dp_replicate, int dp_shard, int cp, int tp);
   /// Makes the sparse (expert) mesh. Errors: kConfig for a size below 1.
   static MeshShape sparse(int pp, int dp_replicate, int expert_data, int ep, int etp);

@@ -60,8 +60,12 @@ using Whole = std::map<Holder, std::vector<StatePart>>;
 /// cuts it.
 Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
   if (layout.axes.empty()) return place_among(mesh.shapes().stage_of(mesh.world()->rank()), mesh);
-  const auto data = layout.mesh == MeshKind::kDense ? axis::kShard : axis::kExpertData;
-  return place_among(mesh.ranks_of({axis::kReplicate, data}), mesh);
+  if (layout.mesh == MeshKind::kSparse) {
+    return place_among(mesh.ranks_of({axis::kReplicate, axis::kExpertData}), mesh);
+  }
+  return place_among(mesh.shapes().dense().group_of(
+                         mesh.world()->rank(), {axis::kReplicate, axis::kShard, axis::kContext}),
+                     mesh);
 }
 
 /// Adds this rank's shards; parameters that are whole on every rank of the data axes go to `whole`.

@@ -11,6 +11,7 @@
 #include "train/check/step_forecast.h"
 #include "train/config/config_resolve.h"
 #include "train/data/config_paths.h"
+#include "train/data/data_files.h"
 #include "train/dry/dry_batches.h"
 #include "train/hf/model_source.h"
 #include "train/plan_of_step.h"
@@ -27,6 +28,7 @@ int run_check(const CheckArguments& arguments) {
   take_device(arguments.machine, config);
   train::validate(config, train::Verb::kTrain);
   train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
+  config = train::with_context_parts(std::move(config));
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   const auto source = train::open_as(train::model_key(config.model),

@@ -165,6 +165,7 @@ void add_traffic(const train::StepTraffic& traffic, Json& whole) {
   whole["step_matrix_sent_bytes"] = traffic.matrices.sent;
   whole["step_most_matrix_sent_bytes"] = traffic.matrices.most;
   whole["step_activation_sent_bytes"] = of_tokens(&OfTokens::activations);
+  whole["step_context_sent_bytes"] = of_tokens(&OfTokens::context);
   whole["step_token_sent_bytes"] = of_tokens(&OfTokens::experts);
   whole["step_message_sent_bytes"] = of_tokens(&OfTokens::messages);
   whole["step_sent_bytes"] = traffic.total();

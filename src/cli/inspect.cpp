@@ -23,6 +23,7 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/data/config_paths.h"
+#include "train/data/data_files.h"
 #include "train/dry/dry_batches.h"
 #include "train/dry/dry_step.h"
 #include "train/dry/plan_memory.h"
@@ -242,6 +243,7 @@ Planned plan_run(const InspectArguments& arguments) {
   take_device(arguments.machine, config);
   train::validate(config, train::Verb::kContract);
   train::require_relative_paths(config, arguments.contract_file, train::Verb::kContract);
+  config = train::with_context_parts(std::move(config));
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   const ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");

@@ -31,6 +31,7 @@
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
 #include "train/data/config_paths.h"
+#include "train/data/data_files.h"
 #include "train/dry/dry_step.h"
 #include "train/dry/plan_memory.h"
 #include "train/dry/step_traffic.h"
@@ -97,6 +98,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   if (step.is_off) mode = train::CompileChoice::kPlan;
   train::validate(config, train::Verb::kContract);
   train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
+  config = train::with_context_parts(std::move(config));
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   step.dims = train::resolve_parallelism(config.parallelism, world);
   require_whole_micro_batches(config, step.dims);

@@ -126,13 +126,14 @@ pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   const auto source = train::open_as(train::model_key(config.model),
                                      [&] { return train::open_model(config.model, config.lora); });
-  const int tp = config.parallelism.tensor_parallel_degree;
-  const ParallelDims dims{.pp = schedule.ranks(), .tp = tp};
+  const ParallelDims dims{.pp = schedule.ranks(),
+                          .cp = config.parallelism.context_parallel_degree,
+                          .tp = config.parallelism.tensor_parallel_degree};
   const double cost = cost_of_operation(arguments, train::resolve_model(source, config, dims));
   const auto plan = train::resolve_pipeline(
       config, dims, source.spec, source.description,
       {.micro_batches = schedule.micro_batches, .row_tokens = *config.training.seq_len});
-  return train::stage_costs(*plan, config, tp, cost);
+  return train::stage_costs(*plan, config, dims.cp * dims.tp, cost);
 }
 
 std::optional<pipeline::Exchanges> exchanges_of(const ScheduleArguments& arguments, int stages) {

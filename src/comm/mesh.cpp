@@ -10,12 +10,6 @@ namespace tessera {
 Mesh::Mesh(std::shared_ptr<World> world, MeshShapes shapes)
     : world_(std::move(world)), shapes_(std::move(shapes)) {
   TESSERA_CHECK(world_ != nullptr, ErrorKind::kUsage, "mesh: found no world");
-  // A plan may have a context axis; in training every rank of the axis would have the same tokens.
-  const int context = shapes_.size_of(axis::kContext);
-  TESSERA_CHECK(context == 1, ErrorKind::kConfig, "mesh: found size ", context, " (axis ",
-                axis::kContext,
-                "), expected 1; context parallelism is not yet built; give these ranks to another "
-                "axis");
   TESSERA_CHECK(shapes_.size() == world_->size(), ErrorKind::kConfig, "mesh: found ",
                 shapes_.size(), " ranks (", to_string(shapes_), "), expected the world's ",
                 world_->size(), "; change the degrees under [parallelism] or the number of ranks");

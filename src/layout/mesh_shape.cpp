@@ -35,8 +35,6 @@ MeshShape::MeshShape(std::vector<MeshAxis> axes) : axes_(std::move(axes)) {
 }
 
 MeshShape MeshShape::dense(int pp, int dp_replicate, int dp_shard, int cp, int tp) {
-  TESSERA_CHECK(cp == 1, ErrorKind::kConfig, "mesh: found size ", cp,
-                " (axis cp), expected 1; context parallelism is not yet built");
   return MeshShape({{std::string(axis::kPipeline), pp},
                     {std::string(axis::kReplicate), dp_replicate},
                     {std::string(axis::kShard), dp_shard},

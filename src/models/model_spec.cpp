@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "models/config_reader.h"
 #include "models/family.h"
 #include "models/keys/bare_infinity.h"
@@ -147,6 +148,7 @@ void check_divides(std::string_view key, int degree, std::string_view what, std:
 }
 
 constexpr std::string_view kTp = "tensor_parallel_degree";
+constexpr std::string_view kCp = "context_parallel_degree";
 constexpr std::string_view kEp = "expert_parallel_degree";
 constexpr std::string_view kEtp = "expert_tensor_parallel_degree";
 
@@ -163,6 +165,36 @@ void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   if (!routes) return;
   check_divides(kEp, degrees.ep, "the number of experts", spec.moe->num_experts);
   check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
+}
+
+/// A state runs over the positions of a row, one after the other.
+void check_no_states(const ModelSpec& spec, int cp) {
+  constexpr int kShown = 8;
+  std::vector<std::int64_t> layers;
+  for (std::int64_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
+    if (spec.is_linear(layer)) layers.push_back(layer);
+  }
+  TESSERA_CHECK(layers.empty(), ErrorKind::kConfig, "parallelism.", kCp, ": found ", cp,
+                " with layers ", ranges_text(layers, ", ", kShown), " of ",
+                spec.mamba ? "Mamba-2" : "the gated delta rule",
+                ", expected 1: their state is not passed between the ranks that share a row; take ",
+                kCp, " = 1");
+}
+
+void check_context(const ModelSpec& spec, const ParallelDims& degrees) {
+  if (degrees.cp == 1) return;
+  check_no_states(spec, degrees.cp);
+  if (degrees.context_form != ContextForm::kHeads) return;
+  const std::int64_t ranks = std::int64_t{degrees.cp} * degrees.tp;
+  // Latent attention widens to as many keys as queries.
+  for (const std::int64_t heads :
+       spec.mla ? std::vector{spec.num_attention_heads} : key_value_heads(spec)) {
+    TESSERA_CHECK(heads % ranks == 0, ErrorKind::kConfig,
+                  "parallelism.context_parallel_form: found heads over ", kCp, " ", degrees.cp,
+                  " x ", kTp, " ", degrees.tp, ", expected a divisor of ",
+                  spec.mla ? "num_attention_heads" : "num_key_value_heads", " = ", heads,
+                  "; take \"gather\", which has no such limit, or lower a degree");
+  }
 }
 
 /// Returns the text_config, with the keys about the text that are outside of it.
@@ -329,6 +361,7 @@ void check_learned_positions(const ModelSpec& spec, std::int64_t positions) {
 
 void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   check_expert_degrees(spec, degrees);
+  check_context(spec, degrees);
   const int tp = degrees.tp;
   check_divides(kTp, tp, "num_attention_heads", spec.num_attention_heads);
   check_divides(kTp, tp, "vocab_size", spec.vocab_size);

@@ -14,6 +14,11 @@ namespace {
 
 double gib(double bytes) { return bytes / (1024.0 * 1024.0 * 1024.0); }
 
+std::string shared_text(const RowsOfRank& rows) {
+  if (rows.shared_by == 1) return "";
+  return concat(" over context_parallel_degree = ", rows.shared_by, " ranks");
+}
+
 struct sysinfo this_machine() {
   struct sysinfo found = {};
   TESSERA_CHECK(::sysinfo(&found) == 0, ErrorKind::kIo,
@@ -37,11 +42,12 @@ double ram_bytes() {
 void require_room(const RowsOfRank& rows, std::int64_t logits, const Room& room) {
   constexpr double kIds = 2 * sizeof(std::int64_t);
   const auto tokens = static_cast<double>(rows.tokens);
-  const double together =
-      static_cast<double>(rows.micro_batch) * tokens * (kIds + static_cast<double>(logits) * 2);
+  const double of_token =
+      kIds + static_cast<double>(logits) * 2 / static_cast<double>(rows.shared_by);
+  const double together = static_cast<double>(rows.micro_batch) * tokens * of_token;
   TESSERA_CHECK(together <= room.computes, ErrorKind::kConfig, "training.local_batch_size: found ",
-                rows.micro_batch, " rows of ", rows.tokens,
-                " tokens a micro-batch, whose ids and logits alone are at least ", gib(together),
+                rows.micro_batch, " rows of ", rows.tokens, " tokens a micro-batch",
+                shared_text(rows), ", whose ids and logits alone are at least ", gib(together),
                 " GiB, expected what the ", gib(room.computes), " GiB of ", room.computes_on,
                 " hold; lower it: training.global_batch_size keeps the rows of "
                 "a step");
@@ -99,11 +105,11 @@ std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& err
                                const std::optional<DeviceThatRanOut>& device) {
   const std::string said = said_by(error);
   return concat("training.local_batch_size: found micro-batches of ", rows.micro_batch,
-                " row(s) of ", rows.tokens, " tokens, for which memory ran out",
-                device ? place_of(*device, said) : "",
+                " row(s) of ", rows.tokens, " tokens", shared_text(rows),
+                ", for which memory ran out", device ? place_of(*device, said) : "",
                 ", expected fewer; lower it "
-                "(training.global_batch_size keeps the rows of a step) or training.seq_len, or set "
-                "activation_checkpoint.mode (",
+                "(training.global_batch_size keeps the rows of a step) or training.seq_len, raise "
+                "parallelism.context_parallel_degree, or set activation_checkpoint.mode (",
                 said, ")");
 }
 

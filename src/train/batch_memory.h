@@ -17,6 +17,7 @@ struct RowsOfRank {
   std::int64_t rows = 0;         ///< loaded when it begins
   std::int64_t micro_batch = 0;  ///< of them, computed together
   std::int64_t tokens = 0;       ///< of a row
+  std::int64_t shared_by = 1;    ///< the ranks that compute them, cp
 };
 
 /// Bytes of this machine's memory, swap included.

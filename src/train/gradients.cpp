@@ -44,41 +44,73 @@ std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-/// Logits go to rank 0 row by row, so that no rank holds more than one row of every rank.
+/// Logits go to rank 0 row by row, so that no rank holds more than one row of every rank. Ranks of
+/// cp have some positions of a row each, ranks of tp the same ones.
 class LogitsWriter {
  public:
-  LogitsWriter(comm::Group& control, SafetensorsWriter* writer, std::int64_t rows)
-      : control_(control), writer_(writer), written_(static_cast<std::size_t>(rows), false) {}
+  LogitsWriter(comm::Group& control, SafetensorsWriter* writer, std::int64_t row_tokens)
+      : control_(control), writer_(writer), row_tokens_(row_tokens) {}
 
-  /// `mine` [rows of `range`, T, V] fp32. Every rank calls it with its own range, in the same
+  /// `mine`: [rows of `range`, n, V] fp32. Every rank calls it with its own range, in the same
   /// number of calls.
-  void write(const at::Tensor& mine, RowRange range) {
+  void write(const LogitsOfRows& mine, RowRange range) {
     const auto most = most_rows(range);
     for (std::int64_t i = 0; i < most; ++i) {
-      const bool have = i < range.size();
-      std::string message;
-      if (have) {
-        const auto row = comm::read_on_host(mine.select(0, i), "logits").contiguous();
-        const std::int64_t number = range.begin + i;
-        message.append(reinterpret_cast<const char*>(&number), sizeof number);
-        message.append(static_cast<const char*>(row.const_data_ptr()), row.nbytes());
-      }
+      const std::string message =
+          i < range.size() ? message_of(mine, i, range.begin + i) : std::string();
       const auto all = comm::all_gather_bytes(control_, message, "logits");
       if (writer_ == nullptr) continue;
       for (const auto& bytes : all) {
-        if (bytes.empty()) continue;
-        std::int64_t number = 0;
-        std::memcpy(&number, bytes.data(), sizeof number);
-        if (written_.at(static_cast<std::size_t>(number))) continue;  // the same row from a replica
-        written_[static_cast<std::size_t>(number)] = true;
-        const auto payload = std::as_bytes(std::span(bytes)).subspan(sizeof number);
-        const auto elements = static_cast<std::int64_t>(payload.size() / sizeof(float));
-        writer_->write_range("logits", number * elements, payload);
+        if (!bytes.empty()) write_row(std::as_bytes(std::span(bytes)));
       }
     }
   }
 
  private:
+  /// In front of a row's values, in this order: its number, how many ranges of positions these are,
+  /// and those.
+  static std::string message_of(const LogitsOfRows& mine, std::int64_t i, std::int64_t number) {
+    std::string message;
+    const auto add = [&](std::int64_t value) {
+      message.append(reinterpret_cast<const char*>(&value), sizeof value);
+    };
+    add(number);
+    add(std::ssize(mine.positions));
+    for (const layout::Range& range : mine.positions) {
+      add(range.begin);
+      add(range.end);
+    }
+    const auto row = comm::read_on_host(mine.logits.select(0, i), "logits").contiguous();
+    return message.append(static_cast<const char*>(row.const_data_ptr()), row.nbytes());
+  }
+
+  void write_row(std::span<const std::byte> bytes) {
+    const auto take = [&] {
+      std::int64_t value = 0;
+      std::memcpy(&value, bytes.data(), sizeof value);
+      bytes = bytes.subspan(sizeof value);
+      return value;
+    };
+    const std::int64_t number = take();
+    std::vector<layout::Range> ranges(static_cast<std::size_t>(take()));
+    std::int64_t positions = 0;
+    for (layout::Range& range : ranges) {
+      range.begin = take();
+      range.end = take();
+      positions += range.size();
+    }
+    const std::size_t each = bytes.size() / static_cast<std::size_t>(positions);
+    const auto vocabulary = static_cast<std::int64_t>(each / sizeof(float));
+    for (const layout::Range& range : ranges) {
+      const std::size_t size = each * static_cast<std::size_t>(range.size());
+      const auto values = bytes.first(size);
+      bytes = bytes.subspan(size);
+      const std::int64_t begin = number * row_tokens_ + range.begin;
+      if (!written_.insert(begin).second) continue;  // the same from a replica
+      writer_->write_range("logits", begin * vocabulary, values);
+    }
+  }
+
   std::int64_t most_rows(RowRange range) {
     std::int64_t most = 0;
     const auto mine = std::to_string(range.size());
@@ -90,7 +122,8 @@ class LogitsWriter {
 
   comm::Group& control_;
   SafetensorsWriter* writer_;
-  std::vector<bool> written_;
+  std::int64_t row_tokens_;
+  std::set<std::int64_t> written_;  // first positions of ranges, counted over all rows
 };
 
 std::vector<TensorSpec> outputs(const GradientsRequest& request, const ModelSource& source,
@@ -282,11 +315,12 @@ void run_gradients(const GradientsRequest& request, World& world,
   if (on_first_step) on_first_step();
   if (request.logits) {
     const at::NoGradGuard no_grad;
-    LogitsWriter logits(world.control(), writer ? &*writer : nullptr, batch->rows_in_step());
+    LogitsWriter logits(world.control(), writer ? &*writer : nullptr, batch->row_tokens());
     for (const auto& range : rows) {
-      const at::Tensor mine = logits_of(*model, *batch, 1, range, pipeline);
-      mine.defined() ? logits.write(mine.to(at::kFloat), range)
-                     : logits.write(mine, {range.begin, range.begin});  // another stage's
+      LogitsOfRows mine = logits_of(*model, *batch, 1, range, pipeline);
+      const bool is_here = mine.logits.defined();  // else another stage's
+      if (is_here) mine.logits = mine.logits.to(at::kFloat);
+      logits.write(mine, is_here ? range : RowRange{range.begin, range.begin});
     }
   }
   const auto scaler = make_scaler(*model, contract.parameters, config.grad_scaler);

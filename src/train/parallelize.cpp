@@ -60,9 +60,13 @@ models::ModelAxes model_axes(const Config& config, const ParallelDims& dims, con
   const DTypeChoice& sums = config.precision.activation_reduce_dtype;
   models::ModelAxes axes;
   axes.degrees = dims;
+  const bool gives_turn = pipeline != nullptr && pipeline->overlap == pipeline::Overlap::kAll;
   auto tensor = activations(mesh, axis::kTensor, sums);
-  tensor.gives_turn = pipeline != nullptr && pipeline->overlap == pipeline::Overlap::kAll;
+  tensor.gives_turn = gives_turn;
   axes.tensor = nn::TensorRegion(std::move(tensor), axes.degrees.sequence);
+  // Here on all ranks alike, be there attention in their stages or not.
+  axes.context = {activations(mesh, axis::kContext, sums), dims.context_form, dims.context_parts};
+  axes.context.axis.gives_turn = gives_turn;
   if (dims.ep > 1) axes.experts = activations(mesh, axis::kExpert, sums);
   if (config.model.score_before_experts) axes.score = moe::Score::kBeforeExperts;
   if (pipeline != nullptr) {

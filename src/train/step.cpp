@@ -7,6 +7,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "base/hash.h"
 #include "base/random.h"
 #include "base/test_hooks.h"
 #include "comm/device.h"
@@ -48,11 +49,55 @@ std::vector<std::int64_t> counts_over(comm::Group* group, const std::vector<doub
   return comm::sum_of_ranks(*group, mine, "counts of a step");
 }
 
-/// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts. In a dry
-/// run each says what all say.
-double once(const ShardedBase& model, double value) {
+/// A number of positions that ranks of the tensor-parallel axis compute alike: the first of them
+/// counts. In a dry run each says what all say.
+double of_positions(const ShardedBase& model, double value) {
   const Mesh& mesh = model.mesh();
   return mesh.coordinate(axis::kTensor) == 0 || mesh.world()->control().is_dry() ? value : 0.0;
+}
+
+/// A number of whole rows, which ranks of the context-parallel axis share, too.
+double of_rows(const ShardedBase& model, double value) {
+  const Mesh& mesh = model.mesh();
+  const bool counts = mesh.coordinate(axis::kContext) == 0 || mesh.world()->control().is_dry();
+  return counts ? of_positions(model, value) : 0.0;
+}
+
+std::uint64_t hash_of(const std::vector<MicroBatch>& batches) {
+  Hasher hasher;
+  const auto add = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    const at::Tensor values = tensor.to(at::kCPU).contiguous();
+    hasher.add(
+        std::string_view(static_cast<const char*>(values.const_data_ptr()), values.nbytes()));
+  };
+  for (const auto& batch : batches) {
+    add(batch.input_ids);
+    add(batch.targets);
+    add(batch.documents.starts);
+  }
+  return hasher.digest();
+}
+
+/// Ranks of the context-parallel axis compute parts of the same rows: of others, attention would mix
+/// them. Collective. Errors, on all ranks alike: kFormat.
+void require_same_rows(const ShardedBase& model, const std::vector<MicroBatch>& batches,
+                       std::int64_t step) {
+  const MeshShapes& mesh = model.mesh().shapes();
+  comm::Group* const data = model.data_group();
+  if (mesh.size_of(axis::kContext) == 1 || data == nullptr || data->is_dry()) return;
+  const std::uint64_t own = hash_of(batches);
+  const std::string mine(reinterpret_cast<const char*>(&own), sizeof own);
+  const auto all = comm::all_gather_fixed(*data, mine, "rows of a step");
+  const auto ranks = mesh.stage_of(model.mesh().world()->rank());
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const int first = mesh.ranks_of(ranks[i], {axis::kContext}).front();
+    const auto at = std::ranges::find(ranks, first) - ranks.begin();
+    TESSERA_CHECK(all[i] == all[static_cast<std::size_t>(at)], ErrorKind::kFormat, "rows of step ",
+                  step, ": found others on rank ", ranks[i], " than on rank ", first,
+                  ", expected the same: ranks of cp share the positions of each row; give "
+                  "all hosts the same data");
+  }
 }
 
 BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches) {
@@ -60,7 +105,7 @@ BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& ba
   for (const auto& batch : batches) kept += batch.unmasked_targets();
   BatchLoss loss;
   loss.kept = static_cast<std::int64_t>(
-      sum_over_ranks(model, RankSum::kLabels, {once(model, static_cast<double>(kept))}).front());
+      sum_over_ranks(model, RankSum::kLabels, {of_rows(model, static_cast<double>(kept))}).front());
   return loss;
 }
 
@@ -170,8 +215,8 @@ std::vector<SourceLoss> added_by_source(const ShardedBase& model, const RowsOfSo
                                         const at::Tensor& losses) {
   std::vector<double> mine(2 * rows.sources, 0.0);
   for (std::size_t i = 0; i < rows.source.size(); ++i) {
-    mine[2 * rows.source[i]] += once(model, losses.const_data_ptr<double>()[i]);
-    mine[2 * rows.source[i] + 1] += once(model, static_cast<double>(rows.kept[i]));
+    mine[2 * rows.source[i]] += of_positions(model, losses.const_data_ptr<double>()[i]);
+    mine[2 * rows.source[i] + 1] += of_rows(model, static_cast<double>(rows.kept[i]));
   }
   const auto sums = sum_over_ranks(model, RankSum::kSources, mine);
   std::vector<SourceLoss> added;
@@ -197,7 +242,7 @@ BatchLoss PendingLoss::added(const ShardedBase& model, std::span<const at::Tenso
       loss.chosen.at(found_[i].layers.at(here)) = std::move(by_layer[here]);
     }
   }
-  std::vector<double> mine{once(model, sum), auxiliary};
+  std::vector<double> mine{of_positions(model, sum), auxiliary};
   for (const auto& layer : loss.chosen) mine.insert(mine.end(), layer.begin(), layer.end());
   const auto sums = sum_over_ranks(model, RankSum::kStep, mine);
   loss.sum = sums[0];
@@ -252,6 +297,7 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
                                  std::int64_t step, const std::vector<RowRange>& rows,
                                  const StepOptions& options) {
   const auto batches = load_micro_batches(source, step, rows);
+  require_same_rows(model, batches, step);
   const auto loss = count_kept(model, batches);
   if (loss.kept == 0) return {};
   std::optional<nn::RowLosses> by_row;
@@ -310,6 +356,7 @@ BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSou
                            PipelineOfRun* pipeline) {
   const at::NoGradGuard no_grad;
   const auto batches = load_micro_batches(source, step, rows);
+  require_same_rows(model, batches, step);
   auto loss = count_kept(model, batches);
   const moe::ScoreChecks scores;
   if (pipeline != nullptr) {
@@ -324,7 +371,7 @@ BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSou
   const auto read = comm::read_on_host({stacked(losses), scores.noted().flags()}, "loss");
   scores.noted().check(read[1]);
   const double sum = sum_of(read[0]);
-  loss.sum = sum_over_ranks(model, RankSum::kStep, {once(model, sum)}).front();
+  loss.sum = sum_over_ranks(model, RankSum::kStep, {of_positions(model, sum)}).front();
   return loss;
 }
 
@@ -341,7 +388,7 @@ std::optional<DeviceThatRanOut> memory_taken(at::Device device, const std::strin
 void rethrow_with_key(const ShardedBase& model, const BatchSource& source,
                       const std::vector<RowRange>& rows, const std::exception& error) {
   if (!is_out_of_memory(error)) throw;
-  RowsOfRank mine{.tokens = source.row_tokens()};
+  RowsOfRank mine{.tokens = source.row_tokens(), .shared_by = model.mesh().size_of(axis::kContext)};
   for (const auto& range : rows) {
     mine.rows += range.size();
     mine.micro_batch = std::max(mine.micro_batch, range.size());
@@ -414,17 +461,24 @@ void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, 
   }
 }
 
-at::Tensor logits_of(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                     std::int64_t step, RowRange rows, PipelineOfRun* pipeline) {
+LogitsOfRows logits_of(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                       std::int64_t step, RowRange rows, PipelineOfRun* pipeline) {
   const at::NoGradGuard no_grad;
   const auto batch = on_device(model, source.load(step, rows));
-  if (pipeline != nullptr) {
-    const auto logits = pipeline->logits({{batch}, {rows}, step});
-    return logits.empty() ? at::Tensor() : logits.front();
-  }
   auto inputs = batch.inputs();
   inputs.targets.reset();
-  return model.forward(inputs);
+  LogitsOfRows found;
+  if (const auto context = model.module()->context_rows(inputs)) {
+    found.positions = context->cut.runs_of(model.mesh().coordinate(axis::kContext));
+  } else {
+    found.positions = {{0, source.row_tokens()}};
+  }
+  if (pipeline == nullptr) {
+    found.logits = model.forward(inputs);
+  } else if (const auto all = pipeline->logits({{batch}, {rows}, step}); !all.empty()) {
+    found.logits = all.front();
+  }
+  return found;
 }
 
 std::unique_ptr<GradScaler> make_scaler(const ShardedBase& model,

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "layout/range.h"
 #include "models/language_model.h"
 #include "moe/routing.h"
 #include "tessera/error.h"
@@ -98,7 +99,8 @@ enum class RankSum : std::uint8_t {
 };
 /// The sum of every rank's values, by rank: each added up in rank order.
 std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
-/// The same sum of every data rank's values; what ranks of tp share one of them adds. The losses
+/// The same sum of every data rank's values; what ranks of tp share one of them adds, as one of cp
+/// what is of whole rows. The losses
 /// are added in rank order, counts on the way: what a rank sends of them grows with log2 of the
 /// ranks only. Of a pipeline kStep is of all stages, which have zeros for what is another's; of
 /// the other sums every stage has the same. Collective.
@@ -162,9 +164,14 @@ auto in_memory_of(const World& world, ErrorKind kind, std::string_view when, con
 /// One micro-batch forward, without its result. Collective.
 void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, std::int64_t step,
               RowRange rows, PipelineOfRun* pipeline = nullptr);
-/// The logits [b, T, V] of one micro-batch; undefined where another stage has them. Collective.
-at::Tensor logits_of(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                     std::int64_t step, RowRange rows, PipelineOfRun* pipeline = nullptr);
+/// The logits of a micro-batch's rows, at the positions that this rank has of each.
+struct LogitsOfRows {
+  at::Tensor logits = {};                ///< [b, n, V]; undefined where another stage has them
+  std::vector<layout::Range> positions;  ///< n in all, one range after the other
+};
+/// The logits of one micro-batch. Collective.
+LogitsOfRows logits_of(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                       std::int64_t step, RowRange rows, PipelineOfRun* pipeline = nullptr);
 
 /// A scaler where float16 is computed with, frozen parameters included (gradients pass through
 /// them), or carries gradients; else none. `parameters`: of the whole model. Errors: kConfig for

@@ -56,7 +56,7 @@ std::vector<UnitCosts> unit_costs(const RunOfPlan& run,
   const auto& training = stepped_config(run.config, run.dims).training;
   const std::int64_t positions = training.seq_len.value();
   const double tokens = static_cast<double>(training.local_batch_size.value_or(1) * positions) /
-                        static_cast<double>(run.dims.tp);
+                        static_cast<double>(run.dims.cp * run.dims.tp);
   std::map<std::string_view, std::size_t> numbers;
   for (std::size_t unit = 0; unit < run.plan.units.size(); ++unit) {
     numbers.emplace(run.plan.units[unit].plan.name, unit);
@@ -184,6 +184,7 @@ capture::PlanProfile profile_at(const check::Machine& machine, const RunOfPlan& 
   profile.rest_ms = sending.ms(traffic.replicas, messages.replicas, {axis::kReplicate}) +
                     sending.ms_among(traffic.matrices.sent, messages.matrices, mesh.stage_of(0)) +
                     sending.ms(tokens.activations, messages.activations, {axis::kTensor}) +
+                    sending.ms(tokens.context, messages.context, {axis::kContext}) +
                     sending.ms(tokens.experts, messages.experts, {axis::kExpert}) +
                     sending.ms(tokens.messages, messages.stages, {axis::kPipeline});
   return profile;

@@ -69,9 +69,9 @@ class Rows {
   std::vector<RowRange> ranges() const { return micro_batches(rows_, local_, ranks_, rank_); }
   std::int64_t count() const { return rows_; }
   /// The most of any rank.
-  RowsOfRank most(std::int64_t row_tokens) const {
+  RowsOfRank most(std::int64_t row_tokens, int shared_by) const {
     const auto rows = layout::part_of(rows_, ranks_, 0).size();
-    return {rows, std::min(rows, local_), row_tokens};
+    return {rows, std::min(rows, local_), row_tokens, shared_by};
   }
 
  private:
@@ -92,12 +92,12 @@ Room room_of(c10::Device device) {
 class Trainer {
  public:
   Trainer(const Config& given, World& world, const TrainingHooks& hooks)
-      : config_(with_files(given)),
+      : config_(with_context_parts(with_files(given))),
         hooks_(hooks),
         world_(world),
         source_(
             open_as(model_key(given.model), [&] { return open_model(given.model, given.lora); })),
-        dims_(resolve_parallelism(given.parallelism, world.size())),
+        dims_(resolve_parallelism(config_.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))),
         device_(comm::facts_of(world.device())) {
     const Config& config = config_;
@@ -113,7 +113,7 @@ class Trainer {
         config_, dims_, source_.spec, source_.description,
         {resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks()),
          data_->row_tokens()});
-    require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
+    require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens(), dims_.cp),
                  source_.spec.vocab_size / dims_.tp, room_of(world.device()));
     if (validation_) {
       open_as("validation.path", [&] {

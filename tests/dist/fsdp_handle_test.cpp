@@ -300,6 +300,32 @@ TEST_ON_RANKS(Handle, RanksOfAnotherPipelineStageHaveModelsOfTheirOwn, 4) {
   EXPECT_EQ(compared, expected.size());
 }
 
+// Naive: gradients summed over dp_shard alone, or divided by its ranks.
+TEST_ON_RANKS(Handle, RanksOfCpShardParametersAsThoseOfDpShardDo, 4) {
+  const auto trained = [&](const Mesh& mesh) {
+    auto handle = fully_shard(std::make_shared<Affine>(1, kWidth, 7), mesh);
+    backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
+    return handle;
+  };
+  const auto flat = trained(world.mesh(MeshShape::dense(1, 1, 4, 1, 1)));
+  for (const int shard : {1, 2}) {
+    const auto handle = trained(world.mesh(MeshShape::dense(1, 1, shard, 4 / shard, 1)));
+    const auto shards = handle.shards();
+    const auto expected = flat.shards();
+    ASSERT_EQ(shards.size(), expected.size());
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      EXPECT_EQ(shards[i].begin, expected[i].begin);
+      EXPECT_EQ(shards[i].end, expected[i].end);
+      EXPECT_TRUE(same_bits(shards[i].shard, expected[i].shard));
+      EXPECT_TRUE(same_bits(shards[i].shard.grad(), expected[i].shard.grad()));
+    }
+    expect_same(whole_gradients(handle), whole_gradients(flat));
+  }
+  const auto copies = trained(world.mesh(MeshShape::dense(1, 2, 1, 2, 1)));
+  const auto hybrid = trained(world.mesh(MeshShape::dense(1, 2, 2, 1, 1)));
+  expect_same(whole_gradients(copies), whole_gradients(hybrid), "replicas of cp 2");
+}
+
 TEST_ON_RANKS(Handle, AMeshWithAxesOnWhichNoOneSumsIsRefused, 2) {
   const auto error_over = [&](const MeshShape& shape) {
     return thrown_by([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shape)); });
@@ -308,7 +334,6 @@ TEST_ON_RANKS(Handle, AMeshWithAxesOnWhichNoOneSumsIsRefused, 2) {
     EXPECT_THAT(error_over(MeshShape({{name, 2}})),
                 Says(concat("found the axis ", name, " of 2 ranks")));
   }
-  EXPECT_THAT(error_over(MeshShape({{"cp", 2}})), Says("not yet built"));
   EXPECT_THAT(error_over(MeshShape::sparse(1, 1, 1, 2, 1)),
               Says("sparse reading of a mesh in addition to its dense one"));
 }

@@ -233,7 +233,7 @@ std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(
   }
   const MeshShapes& shapes = runtime.mesh().shapes();
   std::vector<std::vector<fsdp::HeldElements>> held;
-  for (const int rank : runtime.mesh().ranks_of({axis::kReplicate, axis::kShard, axis::kTensor})) {
+  for (const int rank : shapes.stage_of(runtime.world().rank())) {
     auto& of_rank = held.emplace_back();
     for (const auto* item : items) {
       const fsdp::Parameter& parameter = *parameters.at(item->view.contract);
@@ -268,9 +268,9 @@ const Muon::Known& Muon::known_for(const std::vector<Item*>& items) {
   known.to_owners = fsdp::to_owners(known.exchange, known.rank);
   known.to_holders = fsdp::to_holders(known.exchange, known.rank);
   if (control != nullptr && group_ == nullptr) {
-    const auto& mesh = inside_->runtime().mesh();
-    group_ = inside_->runtime().world().group(
-        mesh.ranks_of({axis::kReplicate, axis::kShard, axis::kTensor}), "optimizer");
+    World& world = inside_->runtime().world();
+    const auto& shapes = inside_->runtime().mesh().shapes();
+    group_ = world.group(shapes.stage_of(world.rank()), "optimizer");
     TESSERA_INVARIANT(group_->size() == control->size() && group_->rank() == known.rank,
                       "the ranks that share matrices are not those of a stage");
   }

@@ -47,8 +47,8 @@ std::vector<Role> roles_of(const MeshShapes& mesh) {
   for (std::size_t pp = 0; pp < stages.size(); ++pp) {
     add(stages[pp], stages.size() == 1 ? "first of all axes" : concat("pp ", pp));
   }
-  for (const std::string_view name :
-       {axis::kReplicate, axis::kShard, axis::kTensor, axis::kExpert, axis::kExpertTensor}) {
+  for (const std::string_view name : {axis::kReplicate, axis::kShard, axis::kContext, axis::kTensor,
+                                      axis::kExpert, axis::kExpertTensor}) {
     if (mesh.size_of(name) == 1) continue;
     const auto ranks = mesh.ranks_of(0, {name});
     add(ranks[1], concat("second of ", name));
@@ -172,6 +172,9 @@ check::Place place_of(int pp, const Role& role, const Config& config, const DryS
                 {"dp", "sums over replicas", traffic.replicas}};
   if (traffic.of_tokens) {
     place.sent.push_back({"tp", "activations", traffic.of_tokens->activations});
+    if (traffic.of_tokens->context > 0) {
+      place.sent.push_back({"cp", "keys and values of attention", traffic.of_tokens->context});
+    }
     place.sent.push_back({"ep", "rows of experts", traffic.of_tokens->experts});
     place.sent.push_back({"pp", "messages between stages", traffic.of_tokens->messages});
   }

@@ -67,7 +67,7 @@ check::StepTime without_stages(const Forecast& of, const CheckedRun& checked) {
 
 /// The exchanges of one micro-batch in one stage of a rank.
 struct Exchanged {
-  double tensor_ms = 0;                 ///< over tp, half of it in its backward
+  double tensor_ms = 0;                 ///< over tp and cp, half of it in its backward
   pipeline::Exchanges of_experts = {};  ///< over ep
   double experts_ms = 0;                ///< all of these
 };
@@ -76,8 +76,10 @@ Exchanged exchanged_in_stage(const Forecast& of, const StepTraffic& traffic, std
   const auto tokens = traffic.of_tokens.value_or(StepTraffic::OfTokens());
   const auto parts = traffic.micro_batches * static_cast<std::int64_t>(stages);
   Exchanged found;
-  found.tensor_ms = of.ms_to_send(tokens.activations, traffic.messages.activations, axis::kTensor) /
-                    static_cast<double>(parts);
+  found.tensor_ms =
+      (of.ms_to_send(tokens.activations, traffic.messages.activations, axis::kTensor) +
+       of.ms_to_send(tokens.context, traffic.messages.context, axis::kContext)) /
+      static_cast<double>(parts);
   found.experts_ms = of.ms_to_send(tokens.experts, traffic.messages.experts, axis::kExpert) /
                      static_cast<double>(parts);
   // Counts for a layer: rows there and back in its forward; the same in its backward and, where it
@@ -95,7 +97,8 @@ Exchanged exchanged_in_stage(const Forecast& of, const StepTraffic& traffic, std
 
 check::StepTime of_stages(const Forecast& of, const PipelinePlan& plan, CheckedRun& checked) {
   const double of_operation = 1e3 / of.machine.flops->of(most_computed(of.contract));
-  auto costs = stage_costs(plan, stepped_config(of.config, of.dims), of.dims.tp, of_operation);
+  auto costs =
+      stage_costs(plan, stepped_config(of.config, of.dims), of.dims.cp * of.dims.tp, of_operation);
   check::StepTime time;
   double sharding = 0;
   for (std::size_t rank = 0; rank < checked.steps.size(); ++rank) {

@@ -142,6 +142,9 @@ struct ParallelismConfig {
   int expert_parallel_degree = 1;
   int expert_tensor_parallel_degree = 1;
   int pipeline_parallel_degree = 1;
+  int context_parallel_degree = 1;
+  ContextForm context_parallel_form = ContextForm::kGather;
+  std::optional<int> context_parallel_parts = std::nullopt;  ///< none = context_parts()
   bool sequence_parallel = true;
   RouterTokens moe_router = RouterTokens::kShards;
   bool reshard_after_forward = true;

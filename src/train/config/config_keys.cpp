@@ -14,6 +14,10 @@ constexpr auto words_of(RouterTokens) {
   return std::to_array<Word<RouterTokens>>(
       {{"shards", RouterTokens::kShards}, {"all", RouterTokens::kAll}});
 }
+constexpr auto words_of(ContextForm) {
+  return std::to_array<Word<ContextForm>>(
+      {{"gather", ContextForm::kGather}, {"heads", ContextForm::kHeads}});
+}
 constexpr auto words_of(AdjustLr) {
   return std::to_array<Word<AdjustLr>>(
       {{"original", AdjustLr::kOriginal}, {"match_rms_adamw", AdjustLr::kMatchRmsAdamw}});
@@ -189,13 +193,25 @@ void add_layout(std::vector<ConfigKey>& keys) {
       .key("tensor_parallel_degree", &P::tensor_parallel_degree,
            {"ranks", "Ranks that share every layer's matrices."}, count_from(1))
       .key("expert_parallel_degree", &P::expert_parallel_degree,
-           {"ranks", "Ranks that share the experts of a layer; taken from dp_shard and tp."},
+           {"ranks", "Ranks that share the experts of a layer; taken from dp_shard, cp and tp."},
            count_from(1))
       .key("expert_tensor_parallel_degree", &P::expert_tensor_parallel_degree,
            {"ranks", "Ranks that share the matrices of one expert: 1, or tensor_parallel_degree."},
            count_from(1))
       .key("pipeline_parallel_degree", &P::pipeline_parallel_degree,
            {"ranks", "Ranks that compute stages of the model side by side; see [pipeline]."},
+           count_from(1))
+      .key("context_parallel_degree", &P::context_parallel_degree,
+           {"ranks", "Ranks that share the positions of every row."}, count_from(1))
+      .key("context_parallel_form", &P::context_parallel_form,
+           {"",
+            "How attention sees a row that ranks share: gather keys and values, or exchange "
+            "positions for heads, where cp x tp divides the key and value heads."})
+      .key("context_parallel_parts", &P::context_parallel_parts,
+           {"parts",
+            "Equal parts that a row is cut into, a multiple of 2 cp: they fix the order of sums, "
+            "so that runs with as many parts have the same bits.",
+            "2 cp; of packed rows 8 cp, or fewer that divide the row; 1 where cp is 1"},
            count_from(1))
       .key("sequence_parallel", &P::sequence_parallel,
            {"",

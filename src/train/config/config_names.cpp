@@ -126,11 +126,14 @@ constexpr auto kOtherKeys = std::to_array<OtherName>({
     {"label_smoothing label_smoothing_factor neftune_noise_alpha z_loss", "",
      "the loss is the mean cross entropy of the labels; see model.aux_loss_coef"},
     // Layouts.
-    {"context_parallel_degree context_parallel_size context_parallel_rotate_method "
-     "context_parallel_load_balancer sequence_parallel_degree ring_attn_func cp cp_size",
-     "",
-     "no axis of ranks is for positions; parallelism.tensor_parallel_degree shares a row's "
-     "activations"},
+    {"cp cp_size cp_degree context_parallel_size sequence_parallel_degree "
+     "ulysses_sequence_parallel_size",
+     "parallelism.context_parallel_degree"},
+    {"context_parallel_rotate_method ring_attn_func cp_comm_type",
+     "parallelism.context_parallel_form",
+     "\"gather\" of keys and values, or \"heads\" in exchange for positions; there is no ring"},
+    {"context_parallel_load_balancer", "parallelism.context_parallel_parts",
+     "rows are balanced, packed ones by their documents; a number of parts"},
     {"tp tp_size tp_degree tensor_parallel_size tensor_model_parallel_size",
      "parallelism.tensor_parallel_degree"},
     {"pp pp_size pp_degree pipeline_parallel_size pipeline_model_parallel_size",

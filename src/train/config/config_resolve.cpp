@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <limits>
 #include <numbers>
+#include <numeric>
 #include <utility>
 
 #include "base/text/printable.h"
@@ -205,9 +206,9 @@ void check_expert_ranks(const ParallelDims& dims) {
   const std::int64_t taken = std::int64_t{dims.ep} * dims.etp;
   TESSERA_CHECK(ranks % taken == 0, ErrorKind::kConfig,
                 "parallelism.expert_parallel_degree: found ", dims.ep, ", expected a divisor of ",
-                ranks / dims.etp,
-                dims.etp > 1 ? " = data_parallel_shard_degree"
-                             : " = data_parallel_shard_degree x tensor_parallel_degree",
+                ranks / dims.etp, " = data_parallel_shard_degree",
+                dims.cp > 1 ? " x context_parallel_degree" : "",
+                dims.etp > 1 ? "" : " x tensor_parallel_degree",
                 ": experts are shared by ranks of one replica");
 }
 
@@ -217,6 +218,14 @@ std::int64_t bounded_product(std::initializer_list<int> degrees) {
   std::int64_t product = 1;
   for (const int degree : degrees) product = std::min(product * degree, kMost);
   return product;
+}
+
+void check_parts(const ParallelDims& dims) {
+  TESSERA_CHECK(dims.cp == 1 || dims.context_parts % (2 * std::int64_t{dims.cp}) == 0,
+                ErrorKind::kConfig, "parallelism.context_parallel_parts: found ",
+                dims.context_parts, ", expected a multiple of ", 2 * std::int64_t{dims.cp},
+                ", a head and a tail of a row for each of context_parallel_degree = ", dims.cp,
+                " ranks; change it, or leave it out");
 }
 
 bool ends_with(std::string_view path, std::string_view ending) { return path.ends_with(ending); }
@@ -242,6 +251,22 @@ std::string_view model_key(const ModelConfig& model) {
   return model.path.empty() ? "model.config" : "model.path";
 }
 
+int context_parts(const ParallelismConfig& parallelism) {
+  constexpr int kMost = std::numeric_limits<int>::max() / 2;
+  const int cp = std::min(parallelism.context_parallel_degree, kMost);
+  return parallelism.context_parallel_parts.value_or(cp == 1 ? 1 : 2 * cp);
+}
+
+int parts_of_packed_rows(int cp, std::int64_t positions) {
+  constexpr int kMostOfRank = 8;  // balances any documents within a few percent
+  if (cp == 1) return 1;
+  for (int of_rank = kMostOfRank; of_rank > 2; of_rank -= 2) {
+    const std::int64_t parts = std::int64_t{of_rank} * cp;
+    if (positions % parts == 0) return static_cast<int>(parts);
+  }
+  return 2 * cp;
+}
+
 ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size) {
   ParallelDims dims;
   dims.pp = parallelism.pipeline_parallel_degree;
@@ -249,12 +274,16 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
   dims.tp = parallelism.tensor_parallel_degree;
   dims.ep = parallelism.expert_parallel_degree;
   dims.etp = parallelism.expert_tensor_parallel_degree;
+  dims.cp = parallelism.context_parallel_degree;
+  dims.context_form = parallelism.context_parallel_form;
+  dims.context_parts = context_parts(parallelism);
   dims.sequence = parallelism.sequence_parallel ? SequenceParallel::kYes : SequenceParallel::kNo;
   dims.router = parallelism.moe_router;
-  const std::int64_t others = bounded_product({dims.pp, dims.dp_replicate, dims.tp});
+  const std::int64_t others = bounded_product({dims.pp, dims.dp_replicate, dims.cp, dims.tp});
   const int asked = parallelism.data_parallel_shard_degree;
   TESSERA_CHECK(world_size % others == 0, ErrorKind::kConfig,
                 "parallelism: found data_parallel_replicate_degree ", dims.dp_replicate,
+                dims.cp > 1 ? concat(" x context_parallel_degree ", dims.cp) : std::string(),
                 " x tensor_parallel_degree ", dims.tp, " x pipeline_parallel_degree ", dims.pp,
                 ", whose product does not divide ", world_size,
                 " rank(s); change a degree or start another number of ranks");
@@ -263,25 +292,55 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
                 "parallelism.data_parallel_shard_degree: found ", asked, ", expected -1 or ",
                 dims.dp_shard, " for ", world_size, " rank(s) and ", others,
                 " rank(s) of the other axes");
+  check_parts(dims);
   check_expert_ranks(dims);
   return dims;
 }
 
 void check_positions(const ParallelismConfig& parallelism, std::int64_t positions) {
   const int tp = parallelism.tensor_parallel_degree;
-  TESSERA_CHECK(!parallelism.sequence_parallel || positions % tp == 0, ErrorKind::kConfig,
-                "training.seq_len: found rows of ", positions,
-                " tokens, expected a multiple of tensor_parallel_degree = ", tp,
-                ", whose ranks share them out; change either, or set "
-                "parallelism.sequence_parallel = false");
+  const int cp = parallelism.context_parallel_degree;
+  const int parts = context_parts(parallelism);
+  const int shared_by = parallelism.sequence_parallel ? tp : 1;
+  if (cp == 1 && parts == 1) {
+    TESSERA_CHECK(positions % shared_by == 0, ErrorKind::kConfig,
+                  "training.seq_len: found rows of ", positions,
+                  " tokens, expected a multiple of tensor_parallel_degree = ", tp,
+                  ", whose ranks share them out; change either, or set "
+                  "parallelism.sequence_parallel = false");
+    return;
+  }
+  const std::int64_t of_ranks = std::int64_t{cp} * shared_by;
+  const std::int64_t step = std::lcm(std::int64_t{parts}, of_ranks);
+  // Products of fewer rows than so many have other bits than those of many.
+  constexpr std::int64_t kFewestOfRank = 4;
+  const std::int64_t fewest = cp > 1 ? kFewestOfRank * cp : 1;
+  if (positions % step == 0 && positions >= fewest) return;
+  const auto going = [&](std::int64_t at_least) { return (at_least + step - 1) / step * step; };
+  const std::int64_t above = going(std::max(positions, fewest));
+  const std::int64_t below = positions / step * step;
+  const std::string nearest =
+      below >= fewest && below > 0 ? concat(below, " or ", above) : concat(above);
+  const bool divides_parts = positions % parts == 0;
+  TESSERA_CHECK(
+      false, ErrorKind::kConfig, "training.seq_len: found rows of ", positions,
+      " tokens, expected ",
+      positions % step == 0 ? concat("at least ", kFewestOfRank,
+                                     " for each of context_parallel_degree = ", cp, " ranks")
+      : !divides_parts      ? concat("a multiple of the ", parts,
+                                     " parts that a row is cut into (context_parallel_degree = ", cp,
+                                     ", context_parallel_parts)")
+                            : concat("a multiple of context_parallel_degree = ", cp,
+                                     " x tensor_parallel_degree = ", tp, ", whose ranks share them out"),
+      "; take rows of ", nearest, ", or change the degrees under [parallelism]");
 }
 
 int ranks_to_spawn(const ParallelismConfig& p) {
   constexpr int kMostRanks = 4096;  // on one host
   const int shard = std::max(p.data_parallel_shard_degree, 1);
   const std::int64_t product =
-      bounded_product({p.data_parallel_replicate_degree, shard, p.tensor_parallel_degree,
-                       p.pipeline_parallel_degree});
+      bounded_product({p.data_parallel_replicate_degree, shard, p.context_parallel_degree,
+                       p.tensor_parallel_degree, p.pipeline_parallel_degree});
   TESSERA_CHECK(product <= kMostRanks, ErrorKind::kConfig,
                 "parallelism: found degrees whose product is above ", kMostRanks,
                 ", which one host cannot start; lower a degree");

@@ -45,12 +45,25 @@ auto open_as(std::string_view key, const Open& open) {
 /// Which of the two names the model.
 std::string_view model_key(const ModelConfig& model);
 
+/// The parts that a row is cut into: those that are asked for, else a head and a tail for each rank
+/// of context_parallel_degree, of one rank the row as a whole. A run whose rows are packed fills
+/// them in before (with_context_parts() of ../data/data_files.h).
+int context_parts(const ParallelismConfig& parallelism);
+
+/// The parts of packed rows of `positions` tokens where none are asked for: 8 cp, so that rows of
+/// any documents are balanced, or the next multiple of 2 cp below that divides the row; 2 cp where
+/// none does.
+int parts_of_packed_rows(int cp, std::int64_t positions);
+
 /// Every degree, -1 filled in. Errors: kConfig when no value of data_parallel_shard_degree gives
-/// `world_size`, or where experts cannot be shared so: expert_tensor is 1 or tensor, and expert x
-/// expert_tensor divides data_parallel_shard x tensor.
+/// `world_size`, where experts cannot be shared so (expert_tensor is 1 or tensor, and expert x
+/// expert_tensor divides data_parallel_shard x context x tensor), or for parts that ranks of
+/// context_parallel_degree cannot share.
 ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world_size);
 
-/// Errors: kConfig for rows of `positions` tokens that sequence parallelism cannot share out.
+/// Errors: kConfig for rows of `positions` tokens that are no multiple of their parts, that context
+/// and sequence parallelism cannot share out, or that leave a rank fewer than 4 of them; with the
+/// nearest lengths that go.
 void check_positions(const ParallelismConfig& parallelism, std::int64_t positions);
 
 /// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.

@@ -114,4 +114,23 @@ Config with_files(Config config) {
   return config;
 }
 
+Config with_context_parts(Config config) {
+  ParallelismConfig& parallelism = config.parallelism;
+  const bool is_open = !parallelism.context_parallel_parts && config.training.seq_len;
+  if (!is_open || parallelism.context_parallel_degree == 1) return config;
+  const auto packs = [&](const NamedSource& source) {
+    std::vector<std::string> files;
+    for (const std::string& path : source.path) {
+      const auto found = is_pattern(path) ? matches_of(path, source.key) : std::vector{path};
+      files.insert(files.end(), found.begin(), found.end());
+    }
+    return !files.empty() && packs_documents(files, config.data.packing);
+  };
+  if (std::ranges::any_of(sources_of(config.data), packs)) {
+    parallelism.context_parallel_parts =
+        parts_of_packed_rows(parallelism.context_parallel_degree, *config.training.seq_len);
+  }
+  return config;
+}
+
 }  // namespace tessera::train

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -31,7 +32,9 @@ namespace {
 
 /// Rows as short as all layouts divide, where nothing says how long they are.
 std::int64_t positions_of(const Config& config, const ParallelDims& dims) {
-  return config.training.seq_len.value_or(2 * dims.tp);
+  if (config.training.seq_len) return *config.training.seq_len;
+  if (dims.cp == 1 && dims.context_parts == 1) return 2 * dims.tp;
+  return 2 * std::lcm(std::int64_t{dims.context_parts}, std::int64_t{dims.cp} * dims.tp);
 }
 
 /// Numbers of tokens and of their experts are no fake tensors: they are computed.

@@ -60,11 +60,12 @@ Config stepped_config(const Config& config, const ParallelDims& dims) {
   constexpr std::int64_t kMostPositions = std::int64_t{1} << 23;
   constexpr std::int64_t kMostPairs = std::int64_t{1} << 46;
   const std::int64_t positions = training.seq_len.value_or(1);
-  TESSERA_CHECK(positions <= kMostPositions && local <= kMostPairs / (positions * positions),
+  const std::int64_t own = std::max<std::int64_t>(1, positions / dims.cp);
+  TESSERA_CHECK(positions <= kMostPositions && local <= kMostPairs / (own * positions),
                 ErrorKind::kConfig, "training.seq_len and local_batch_size: found rows of ",
                 positions, " tokens and ", local, " of them at once, expected at most ",
                 kMostPositions, " tokens and ", kMostPairs,
-                " pairs of positions, as no memory holds more");
+                " pairs of positions on a rank, as no memory holds more");
   if (training.global_batch_size <= 0) return stepped;
   const std::int64_t ranks = dims.data_ranks();
   const std::int64_t rows = (training.global_batch_size + ranks - 1) / ranks;

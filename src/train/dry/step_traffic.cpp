@@ -63,7 +63,7 @@ std::int64_t sent_bytes(const TraceSpan& span) {
 std::int64_t StepTraffic::total() const {
   const OfTokens tokens = of_tokens.value_or(OfTokens());
   return gathers + reductions + replicas + matrices.sent + tokens.activations + tokens.experts +
-         tokens.messages;
+         tokens.messages + tokens.context;
 }
 
 StepTraffic::OfMatrices sent_of_matrices(const Config& config,
@@ -132,6 +132,8 @@ StepTraffic step_traffic(const Config& config, const DryStep& step) {
       case TraceRow::kActivations:
         if (has("axis", axis::kExpert)) {
           count(tokens.experts, traffic.messages.experts);
+        } else if (has("axis", axis::kContext)) {
+          count(tokens.context, traffic.messages.context);
         } else {
           count(tokens.activations, traffic.messages.activations);
         }
@@ -162,8 +164,9 @@ std::string to_string(const StepTraffic& traffic) {
   if (!sends_most) why += concat("; another rank sends ", size_text(most_matrices), " of them");
   text += table_line("matrices", matrices, why);
   if (traffic.of_tokens) {
-    const auto& [activations, experts, messages] = *traffic.of_tokens;
+    const auto& [activations, experts, messages, context] = *traffic.of_tokens;
     text += table_line("activations over tp", activations, "");
+    if (context > 0) text += table_line("attention over cp", context, "");
     text += table_line("tokens over ep", experts,
                        experts == 0        ? ""
                        : traffic.has_loads ? "by the given loads of experts"

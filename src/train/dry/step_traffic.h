@@ -36,6 +36,7 @@ struct StepTraffic {
     std::int64_t activations = 0;  ///< over tp
     std::int64_t experts = 0;      ///< over ep: rows there and back, and their counts
     std::int64_t messages = 0;     ///< over pp
+    std::int64_t context = 0;      ///< over cp, of attention
   };
   std::optional<OfTokens> of_tokens = {};
   /// Those in which the bytes go, apart from gathers and reductions, by kind.
@@ -45,6 +46,7 @@ struct StepTraffic {
     std::int64_t activations = 0;
     std::int64_t experts = 0;
     std::int64_t stages = 0;
+    std::int64_t context = 0;
   };
   Messages messages = {};
 

@@ -208,7 +208,7 @@ std::uint64_t hash(const PipelinePlan& plan) {
       .digest();
 }
 
-pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int tp,
+pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int sharing,
                             double of_operation) {
   const auto tokens = static_cast<double>(config.training.local_batch_size.value_or(1) *
                                           config.training.seq_len.value());
@@ -218,7 +218,7 @@ pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int 
                                                            : 0.0;
   pipeline::Costs costs;
   for (const double per_token : plan.costs) {
-    const double forward = per_token * tokens / tp * of_operation;
+    const double forward = per_token * tokens / sharing * of_operation;
     costs.push_back({.forward = forward,
                      .input_gradient = (1.0 + again) * forward,
                      .weight_gradient = forward});

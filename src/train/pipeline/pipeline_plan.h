@@ -72,9 +72,9 @@ pipeline::LayerCosts layer_costs(const models::ModelSpec& spec,
 
 /// The costs of a micro-batch on a rank where one operation costs `of_operation`: a forward, as
 /// many operations for the input gradients, with another forward where layers are recomputed (of
-/// mode selective capture::kSelectiveShare of one), and for the weight gradients. Needs
-/// training.seq_len.
-pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int tp,
+/// mode selective capture::kSelectiveShare of one), and for the weight gradients. `sharing`: the
+/// ranks that share its work, cp x tp. Needs training.seq_len.
+pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int sharing,
                             double of_operation);
 
 models::StageLayers stage_layers(const PipelinePlan& plan, int stage);

@@ -186,7 +186,8 @@ StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
     return found;
   };
   StreamBorders borders;
-  if (dims.sequence == SequenceParallel::kYes) borders.sequence_parts = dims.tp;
+  borders.sequence_parts = dims.cp;
+  if (dims.sequence == SequenceParallel::kYes) borders.sequence_parts *= dims.tp;
   for (const auto& parameter : model.parameters) {
     if (parameter.decay != models::DecayClass::kEmbedding || !parameter.tied_to.empty()) continue;
     if (parameter.part == models::ModelPart::kVision) continue;

@@ -150,7 +150,8 @@ void compare_replicas(const ShardedBase& model, const Optimizer& optimizer, cons
                       const std::vector<RowRange>& rows, std::int64_t step) {
   const Held held(model, optimizer, hash_of(data, rows, step));
   std::string mine;
-  for (const auto axis : {axis::kReplicate, axis::kShard, axis::kTensor, axis::kPipeline}) {
+  for (const auto axis :
+       {axis::kReplicate, axis::kShard, axis::kContext, axis::kTensor, axis::kPipeline}) {
     for (const std::string& line : held.differing_on(axis)) mine += line + "\n";
   }
   const auto lines = lines_of_ranks(model, mine, "differing replicas");

@@ -2,8 +2,9 @@
 //
 // After an update each rank hashes its elements of parameters, their gradients, what the optimizer
 // keeps of them, buffers, the step's tokens and the state of the random numbers, and compares with
-// the ranks that hold the same: over dp_replicate, over dp_shard and tp what is whole on each, over
-// tp and pp the tokens, over tp the random state, over pp the copies of a tied embedding. Bytes
+// the ranks that hold the same: over dp_replicate, over dp_shard, cp and tp what is whole on each,
+// over cp, tp and pp the tokens, over cp and tp the random state, over pp the copies of a tied
+// embedding. Bytes
 // that a rank sends for each axis: 16 for each tensor and other rank. A bucket whose parts are
 // unequal over tp begins its parameters elsewhere on each rank: those are left out. Next: checks.h.
 #pragma once

@@ -308,7 +308,7 @@ std::vector<std::pair<std::string, ParallelDims>> axes_alone(const SmallRun& run
   const ParallelDims& dims = run.dims;
   const auto half_of = [](int degree) { return degree % 2 == 0 ? 2 : degree; };
   ParallelDims one = dims;
-  one.pp = one.dp_replicate = one.dp_shard = one.tp = one.ep = one.etp = 1;
+  one.pp = one.dp_replicate = one.dp_shard = one.cp = one.tp = one.ep = one.etp = 1;
   std::vector<std::pair<std::string, ParallelDims>> all;
   const auto add = [&](std::string_view name, const std::function<void(ParallelDims&)>& set) {
     ParallelDims alone = one;
@@ -318,6 +318,7 @@ std::vector<std::pair<std::string, ParallelDims>> axes_alone(const SmallRun& run
   };
   add(axis::kReplicate, [&](ParallelDims& d) { d.dp_replicate = dims.dp_replicate; });
   add(axis::kShard, [&](ParallelDims& d) { d.dp_shard = half_of(dims.dp_shard); });
+  add(axis::kContext, [&](ParallelDims& d) { d.cp = dims.cp; });
   add(axis::kTensor, [&](ParallelDims& d) { d.tp = dims.tp; });
   add(axis::kPipeline, [&](ParallelDims& d) { d.pp = dims.pp; });
   if (dims.ep > 1) {
@@ -354,6 +355,7 @@ void name_axes(const SmallRun& run, const SeenRun& one, std::vector<Finding>& fi
   if (together.empty()) {
     const auto& d = run.dims;
     together = d.pp > 1         ? axis::kPipeline
+               : d.cp > 1       ? axis::kContext
                : d.tp > 1       ? axis::kTensor
                : d.dp_shard > 1 ? axis::kShard
                                 : axis::kReplicate;

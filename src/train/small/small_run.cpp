@@ -329,6 +329,9 @@ void set_degrees(Config& config, const ParallelDims& dims) {
   to.expert_parallel_degree = dims.ep;
   to.expert_tensor_parallel_degree = dims.etp;
   to.pipeline_parallel_degree = dims.pp;
+  to.context_parallel_degree = dims.cp;
+  to.context_parallel_form = dims.context_form;
+  to.context_parallel_parts = dims.context_parts;
 }
 
 /// The error of a rank that found it by itself: others only see that one has stopped.

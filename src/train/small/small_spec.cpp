@@ -144,6 +144,7 @@ void make_small(MlaSpec& mla) {
 
 ParallelDims small_degrees(const ModelSpec& spec, const ParallelDims& full) {
   ParallelDims small = full;
+  small.cp = small.context_parts = 1;  // values of the small model are compared as whole rows
   for (int* const degree :
        {&small.pp, &small.dp_replicate, &small.dp_shard, &small.tp, &small.ep}) {
     *degree = std::min(*degree, 2);

@@ -49,6 +49,12 @@ TEST(Qwen3NextConfig, SaysWhichLayersKeepAStateAndWhatItIsMadeOf) {
   EXPECT_EQ(spec.moe->router_aux_loss_coef, 0.001);
 }
 
+TEST(Qwen3NextConfig, ContextParallelismIsRefusedByTheLayersWithAState) {
+  EXPECT_REFUSED(kConfig, check_degrees(kQwen3Next.spec(), {.cp = 2}),
+                 "context_parallel_degree: found 2 with layers 0, 2 of the gated delta rule");
+  EXPECT_NO_THROW(check_degrees(kQwen3Next.spec(), {.context_parts = 4})) << "on one rank";
+}
+
 // transformers' Qwen3NextConfig, version 5.23.
 TEST(Qwen3NextConfig, AbsentKeysAreTransformersDefaults) {
   const ModelSpec spec = kQwen3Next.spec_without(

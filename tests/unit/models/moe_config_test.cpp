@@ -566,5 +566,31 @@ TEST(Llama4Config, RowsAreThoseOfTheHubsFiles) {
                 "post_attention_layernorm.weight"}));
 }
 
+// Naive: of one kind of layer, or of the keys that latent attention does not have.
+TEST(ContextParallelism, ByHeadsDividesTheKeyAndValueHeadsOfEachKindOfLayer) {
+  const ParallelDims four{.cp = 2, .tp = 2, .context_form = ContextForm::kHeads};
+  const auto found = [&](const char* folder, const std::function<void(ModelSpec&)>& change) {
+    ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    change(spec);
+    const ParallelDims gather{.cp = 2, .tp = 2};
+    EXPECT_NO_THROW(check_degrees(spec, gather)) << folder;
+    return refusal_of(ErrorKind::kConfig, [&] { check_degrees(spec, four); });
+  };
+  EXPECT_THAT(found("qwen3-moe-fp32", [](auto& spec) { spec.num_key_value_heads = 2; }),
+              Says("context_parallel_form: found heads over context_parallel_degree 2 x "
+                   "tensor_parallel_degree 2, expected a divisor of num_key_value_heads = 2",
+                   "\"gather\""));
+  EXPECT_EQ(found("qwen3-moe-fp32", [](auto& spec) { spec.num_key_value_heads = 4; }), "");
+  EXPECT_EQ(found("deepseek-v2-fp32", [](auto& spec) { spec.num_key_value_heads = 2; }), "")
+      << "4 heads, all with keys of their own";
+  EXPECT_THAT(found("gemma4-fp32",
+                    [](auto& spec) {
+                      for (auto& layer : spec.gemma4->layers) layer.num_key_value_heads = 4;
+                      spec.num_key_value_heads = 4;
+                      spec.gemma4->layers.back().num_key_value_heads = 2;
+                    }),
+              Says("num_key_value_heads = 2"));
+}
+
 }  // namespace
 }  // namespace tessera::models::moe_config_test

@@ -119,6 +119,12 @@ TEST(NemotronHConfig, TensorParallelDegreesDivideTheGroups) {
   EXPECT_NO_THROW(check_degrees(kNemotron.spec(), {.tp = 2}));
 }
 
+TEST(NemotronHConfig, ContextParallelismIsRefusedByTheLayersWithAState) {
+  EXPECT_REFUSED(kConfig, check_degrees(kNemotron.spec(), {.cp = 2}),
+                 "parallelism.context_parallel_degree: found 2 with layers ", " of Mamba-2",
+                 "take context_parallel_degree = 1");
+}
+
 TEST(NemotronHConfig, NamesOfTransformersAndOfPredictionLayersAreKnown) {
   const auto name = traits(Family::kNemotronH).module_name;
   EXPECT_EQ(name("backbone.norm_f.weight"), "backbone.norm_f.weight");

@@ -43,6 +43,15 @@ TEST(BatchMemory, WhatADeviceComputesIsComparedWithWhatItHas) {
                     Says("expected what the 1024 GiB of this machine hold")));
 }
 
+TEST(BatchMemory, RanksOfCpShareTheLogitsOfARowAndNotItsIds) {
+  const RowsOfRank alone{8, 8, 1 << 10}, shared{8, 8, 1 << 10, 2};
+  require_room(alone, (1 << 20) - 8, kRoom);
+  EXPECT_THAT(refusal(alone, (1 << 21) - 16), Says("8 rows of 1024 tokens a micro-batch, whose"));
+  require_room(shared, (1 << 21) - 16, kRoom);
+  EXPECT_THAT(refusal(shared, 1 << 21), Says("over context_parallel_degree = 2 ranks, whose"));
+  EXPECT_THAT(refusal({1 << 21, 1, 1024, 2}, 260), StartsWith("training.global_batch_size"));
+}
+
 TEST(BatchMemory, WhatMayFitIsNotRefused) {
   require_room({1 << 20, 1, 1024}, 1 << 18, kRoom);     // 2^34 bytes of ids
   require_room({8, 8, 1 << 10}, (1 << 20) - 8, kRoom);  // the same of ids and logits

@@ -122,5 +122,23 @@ TEST(Guard, OverTpComparesWhatIsWhole) {
   }
 }
 
+// As on hosts with copies of their own: names and sizes are the same.
+TEST(ContextParallelism, RowsThatDifferAmongRanksOfCpAreRefusedWithTheRank) {
+  GuardedRun run({.family = "qwen3", .shard = 2, .rows = 1});
+  run.config.debug.guard = 0;
+  run.config.parallelism.context_parallel_degree = 2;
+  std::string text = read_file(run.folder / "page.txt");
+  for (char& c : text) c = c == 'p' ? 'q' : c;
+  run.folder.write("other/page.txt", text);
+  const std::string error = error_of(ErrorKind::kFormat, [&] {
+    on_ranks(4, [&](World& world) {
+      Config config = run.config;
+      if (world.rank() == 3) config.data.path = {(run.folder / "other/page.txt").string()};
+      run_training(config, world);
+    });
+  });
+  EXPECT_THAT(error, Says("rows of step 1: found others on rank 3 than on rank 2"));
+}
+
 }  // namespace
 }  // namespace tessera::train::guard_test

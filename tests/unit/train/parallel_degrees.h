@@ -27,6 +27,9 @@ inline void set_parallelism(Config& config, const ParallelDims& dims) {
              dims.ep,           dims.etp,      dims.sequence == SequenceParallel::kYes,
              dims.router};
   set_parallelism(config, of);
+  config.parallelism.context_parallel_degree = dims.cp;
+  config.parallelism.context_parallel_form = dims.context_form;
+  config.parallelism.context_parallel_parts = dims.context_parts;
 }
 
 }  // namespace tessera::train

@@ -192,6 +192,8 @@ TEST(OtherNames, TheMostUsedOfTorchtitanTransformersAndAxolotl) {
       {"lora_r", "lora.rank"},
       {"ddp_timeout", "comm.timeout_seconds"},
       {"parallelism.tp", "parallelism.tensor_parallel_degree"},
+      {"parallelism.cp", "parallelism.context_parallel_degree"},
+      {"ring_attn_func", "parallelism.context_parallel_form"},
       {"parallelism.pipeline_parallel_schedule", "pipeline.schedule"},
       {"fsdp_config", "parallelism.data_parallel_shard_degree"},
       {"optimizer.wd", "optimizer.weight_decay"},
@@ -199,10 +201,10 @@ TEST(OtherNames, TheMostUsedOfTorchtitanTransformersAndAxolotl) {
   for (const auto& [theirs, ours] : keys) {
     EXPECT_THAT(in_file(theirs), StartsWith("; it is called \"" + std::string(ours) + "\" here"));
   }
-  for (const char* none : {"parallelism.context_parallel_degree", "metrics.enable_wandb",
-                           "wandb_project", "load_in_4bit", "flash_attention", "training.gc_freq",
-                           "model.converters", "dataloader_num_workers", "push_to_hub",
-                           "checkpoint.async_mode", "chat_template", "trust_remote_code"}) {
+  for (const char* none :
+       {"metrics.enable_wandb", "wandb_project", "load_in_4bit", "flash_attention",
+        "training.gc_freq", "model.converters", "dataloader_num_workers", "push_to_hub",
+        "checkpoint.async_mode", "chat_template", "trust_remote_code"}) {
     EXPECT_THAT(in_file(none), StartsWith("; it is no key here: ")) << none;
   }
   EXPECT_THAT(refused("[training]\nlearning_rate = 1e-3\n"),

@@ -204,6 +204,82 @@ TEST(ResolveParallelism, ImpossibleDegreesNameTheKey) {
   EXPECT_THROW(resolve_parallelism(p, 4), Error);
 }
 
+TEST(ContextParallelism, HasAHeadAndATailOfARowForEachRank) {
+  ParallelismConfig p;
+  p.context_parallel_degree = 2;
+  EXPECT_EQ(resolve_parallelism(p, 4), (ParallelDims{.dp_shard = 2, .cp = 2, .context_parts = 4}));
+  EXPECT_EQ(ranks_to_spawn(p), 2);
+  p.context_parallel_form = ContextForm::kHeads;
+  p.context_parallel_parts = 8;
+  p.tensor_parallel_degree = 2;
+  EXPECT_EQ(
+      resolve_parallelism(p, 4),
+      (ParallelDims{.cp = 2, .tp = 2, .context_form = ContextForm::kHeads, .context_parts = 8}));
+  EXPECT_EQ(resolve_parallelism(p, 8).data_ranks(), 2) << "cp has the same rows";
+  p.context_parallel_degree = 1;  // one rank sums by the same parts
+  EXPECT_EQ(resolve_parallelism(p, 2).context_parts, 8);
+  p.context_parallel_parts = 3;
+  EXPECT_NO_THROW(resolve_parallelism(p, 2));
+}
+
+TEST(ContextParallelism, OfRanksThatItDoesNotDivideNamesTheKey) {
+  ParallelismConfig p;
+  p.context_parallel_degree = 2;
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 3), "x context_parallel_degree 2 x");
+  p.data_parallel_shard_degree = 4;
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 4),
+                 "data_parallel_shard_degree: found 4, expected -1 or 2");
+  p.data_parallel_shard_degree = -1;
+  p.context_parallel_parts = 6;
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 2),
+                 "context_parallel_parts: found 6, expected a multiple of 4");
+  p.context_parallel_degree = 2147483647;
+  p.context_parallel_parts.reset();
+  EXPECT_THROW(resolve_parallelism(p, 2), Error);
+  EXPECT_THROW(ranks_to_spawn(p), Error);
+}
+
+// Naive: experts on ranks of dp_shard and tp alone.
+TEST(ContextParallelism, LendsItsRanksToExperts) {
+  ParallelismConfig p;
+  p.context_parallel_degree = 4;
+  p.expert_parallel_degree = 4;
+  EXPECT_EQ(resolve_parallelism(p, 4).expert_data(), 1);
+  p.expert_parallel_degree = 8;
+  EXPECT_EQ(resolve_parallelism(p, 8).dp_shard, 2);
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 4),
+                 "found 8, expected a divisor of 4 = data_parallel_shard_degree x "
+                 "context_parallel_degree x tensor_parallel_degree");
+}
+
+TEST(ContextParallelism, OfPackedRowsTakesTheMostPartsThatDivideThem) {
+  EXPECT_EQ(parts_of_packed_rows(1, 4096), 1);
+  EXPECT_EQ(parts_of_packed_rows(2, 4096), 16);
+  EXPECT_EQ(parts_of_packed_rows(2, 12), 12);
+  EXPECT_EQ(parts_of_packed_rows(2, 8), 8);
+  EXPECT_EQ(parts_of_packed_rows(2, 20), 4);
+  EXPECT_EQ(parts_of_packed_rows(2, 7), 4) << "which check_positions() refuses";
+}
+
+TEST(CheckPositions, NamesTheNearestLengthsThatGo) {
+  ParallelismConfig p;
+  EXPECT_NO_THROW(check_positions(p, 7));
+  p.context_parallel_degree = 2;
+  EXPECT_NO_THROW(check_positions(p, 8));
+  EXPECT_REFUSED(kConfig, check_positions(p, 30), "multiple of the 4 parts", "rows of 28 or 32");
+  EXPECT_REFUSED(kConfig, check_positions(p, 4), "at least 4 for each", "rows of 8, ");
+  EXPECT_REFUSED(kConfig, check_positions(p, 3), "rows of 8, ");
+  p.tensor_parallel_degree = 3;
+  EXPECT_REFUSED(kConfig, check_positions(p, 16),
+                 "context_parallel_degree = 2 x tensor_parallel_degree = 3", "rows of 12 or 24");
+  p.sequence_parallel = false;
+  EXPECT_NO_THROW(check_positions(p, 16));
+  p = {};
+  p.context_parallel_parts = 8;
+  EXPECT_REFUSED(kConfig, check_positions(p, 12), "multiple of the 8 parts", "rows of 8 or 16");
+  EXPECT_NO_THROW(check_positions(p, 8));
+}
+
 TEST(RanksToSpawn, IsTheProductWithMinusOneAsOne) {
   ParallelismConfig p;
   EXPECT_EQ(ranks_to_spawn(p), 1);

@@ -2,6 +2,7 @@
 #include "train/data/data_identity.h"
 
 #include "support/temporary_folder.h"
+#include "train/config/config_resolve.h"
 #include "train/data/data_files.h"
 
 namespace tessera::train::data_identity_test {
@@ -196,6 +197,31 @@ TEST(DataFiles, AFolderThatCannotBeListedIsRefused) {
     const auto absent = (folder / name).string();
     EXPECT_REFUSED(kIo, files_of({absent}, "data.path"), "found no file that matches");
   }
+}
+
+// Naive: parts of plain rows, or of T that they do not divide.
+TEST(ContextParts, FollowFromPackedRows) {
+  const TemporaryFolder folder;
+  Config config;
+  config.training.seq_len = 32;
+  config.parallelism.context_parallel_degree = 2;
+  config.data.path = {folder.write("t.bin", "12345678").string()};
+  const auto found = [&] { return context_parts(with_context_parts(config).parallelism); };
+  EXPECT_EQ(found(), 4);
+  folder.write("t.mask.bin", "1111");
+  folder.write("t.docs.bin", "12345678");
+  EXPECT_EQ(found(), 16);
+  config.data.path = {(folder / "*.bin").string()};
+  EXPECT_EQ(found(), 16);
+  config.data.packing = Packing::kStream;
+  EXPECT_EQ(found(), 4);
+  config.data = {.path = {}, .source = {{.path = {(folder / "t.bin").string()}}}};
+  config.training.seq_len = 24;
+  EXPECT_EQ(found(), 12);
+  config.parallelism.context_parallel_parts = 8;
+  EXPECT_EQ(found(), 8);
+  config.parallelism = {};
+  EXPECT_EQ(found(), 1);
 }
 
 }  // namespace
