@@ -40,7 +40,7 @@ std::vector<std::int64_t> ContextCut::places_of(int rank) const {
 void check_cut(std::int64_t positions, int ranks, int parts) {
   TESSERA_CHECK(parts >= 1 && parts % ranks == 0, ErrorKind::kConfig,
                 "parallelism.context_parallel_parts: found ", parts,
-                " parts of a row, expected a multiple of the ", ranks,
+                " parts of a row, expected a positive multiple of the ", ranks,
                 " ranks of parallelism.context_parallel_degree");
   const std::int64_t below = positions / parts * parts;
   TESSERA_CHECK(positions % parts == 0, ErrorKind::kConfig, "context parallelism: found rows of ",
@@ -65,6 +65,9 @@ ContextCut head_tail(std::int64_t positions, int ranks, int parts) {
 ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work) {
   const int parts = static_cast<int>(work.size());
   check_cut(positions, ranks, parts);
+  // Two ranks r and f: take the last i such that r got its i-th part while f had fewer than i, so
+  // that r was the less loaded one. That part is all by which r passes f's first i; each later part
+  // of r came after f's part of the same number and is no larger.
   std::vector<int> order(work.size());
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, [&](int a, int b) {
@@ -86,8 +89,9 @@ ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> wo
 }
 
 std::string to_string(const ContextCut& cut) {
-  std::string text = concat(cut.parts(), " parts of ", cut.part_size(), " over ", cut.ranks,
-                            cut.ranks == 1 ? " rank:" : " ranks:");
+  std::string text =
+      concat(cut.parts(), cut.parts() == 1 ? " part of " : " parts of ", cut.part_size(), " over ",
+             cut.ranks, cut.ranks == 1 ? " rank:" : " ranks:");
   for (const int rank : cut.owner) text += concat(" ", rank);
   return text;
 }
