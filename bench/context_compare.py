@@ -2,25 +2,28 @@
 """PyTorch's side of bench/context_compare: the dense model of bench/fsdp2_compare.py in fp32, its
 rows cut over the ranks of context parallelism.
 
-    .venv/bin/python bench/context_compare.py --folder DIR [--sequence 8192] [--rows stream|documents]
-                                              [--steps 4] [--ranks 2] [--attention parts|mask]
+    .venv/bin/python bench/context_compare.py --folder DIR [--sequence 8192] [--steps 4]
+                                              [--rows stream|documents] [--ranks 2]
+                                              [--attention parts|mask]
                                               [--allocator tuned|default]
 
 DIR gets, once, what both sides read: `model/` (a Hugging Face folder with the initial weights) and
-`row-T.bin` with `.json` and `.docs.bin`: T + 1 random tokens and where documents end in them, lengths
-log-normal with a median of 403. Every step trains on that one row, as one document (stream) or with
-attention inside of documents. Then the ranks train, a thread each over Gloo, and one line of JSON is
-printed: step times, losses, and the most memory of a rank above what it takes after its imports.
+`row-T.bin` with `.json` and `.docs.bin`: T + 1 random tokens and where documents end in them,
+lengths log-normal with a median of 403. Every step trains on that one row, as one document
+(stream) or with attention inside of documents. Then the ranks train, a thread each over Gloo, and
+one line of JSON is printed: step times, losses, and the most memory of a rank above what it takes
+after its imports.
 
 FSDP2 shards over dp_shard x cp, flattened. A row is cut into 2 x ranks parts, of which rank r has
-the r-th from the head and the r-th from the tail. In each layer k and v of all positions are gathered
-by a differentiable collective, whose backward is a reduce-scatter in fp32, and own queries go through
-scaled_dot_product_attention: each part with the keys up to its end, or (mask) all at once with a mask
-over all keys. Masks are formed once a step for all layers. Unmasked targets are counted over ranks;
-labels are shifted before the cut.
+the r-th from the head and the r-th from the tail. In each layer k and v of all positions are
+gathered by a differentiable collective, whose backward is a reduce-scatter in fp32, and own queries
+go through scaled_dot_product_attention: each part with the keys up to its end, or (mask) all at
+once with a mask over all keys. Masks are formed once a step for all layers. Unmasked targets are
+counted over ranks; labels are shifted before the cut.
 
-torch.distributed.tensor.experimental.context_parallel cannot be the peer: torch 2.13 refuses it on
-CPUs, `_scaled_dot_product_flash_attention_for_cpu` has no sharding strategy.
+torch.distributed.tensor.experimental.context_parallel cannot be the peer. torch 2.13 refuses it on
+CPUs: `_scaled_dot_product_flash_attention_for_cpu` has no sharding strategy there, and
+FlexAttention no backward.
 """
 
 import argparse
@@ -89,7 +92,8 @@ def read_row(arguments):
     import torch
     path = row_of(arguments.folder, arguments.sequence)
     tokens = torch.tensor(struct.unpack(f"<{arguments.sequence + 1}H", path.read_bytes()))
-    inputs, targets, starts = tokens[:-1], tokens[1:].clone(), torch.zeros(arguments.sequence).long()
+    inputs, targets = tokens[:-1], tokens[1:].clone()
+    starts = torch.zeros(arguments.sequence, dtype=torch.long)
     if arguments.rows == "documents":
         written = path.with_suffix(".docs.bin").read_bytes()
         ends = struct.unpack(f"<{len(written) // 8}Q", written)
@@ -143,7 +147,7 @@ class ContextAttention:
         self.calls = []
 
     def see(self, starts):
-        """Forms the masks of a step: own queries, keys, mask (None: causal, from the same key on)."""
+        """Forms the masks of a step: own queries, keys, mask (None: causal from the first key)."""
         import torch
         cut, size = self.cut, self.cut.size
         if self.kind == "mask":
@@ -262,7 +266,7 @@ def train(arguments):
 def environment_of(allocator):
     environment = local_ranks.quiet_environment()
     if allocator == "default":
-        return {name: value for name, value in environment.items() if not name.startswith("MALLOC_")}
+        return {name: environment[name] for name in environment if not name.startswith("MALLOC_")}
     return environment
 
 
@@ -272,7 +276,8 @@ def parse():
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--rows", choices=ROWS, default=ROWS[0])
-    parser.add_argument("--steps", type=int, default=4, help="the first one is not counted; 0: writes the files")
+    parser.add_argument("--steps", type=int, default=4,
+                        help="the first one is not counted; 0 writes the files alone")
     parser.add_argument("--attention", choices=ATTENTION, default=ATTENTION[0])
     parser.add_argument("--allocator", choices=ALLOCATORS, default=ALLOCATORS[0])
     local_ranks.add_rank_arguments(parser)
