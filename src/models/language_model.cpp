@@ -1,6 +1,7 @@
 #include "models/language_model.h"
 
 #include "grad/leaf.h"
+#include "models/context_inputs.h"
 #include "models/moe_layer.h"
 #include "moe/routing.h"
 #include "nn/embedding.h"
@@ -12,6 +13,11 @@ namespace tessera::models {
 
 bool LanguageModel::is_whole() const {
   return stages() == StagesOfRank{{true, {0, spec().num_hidden_layers}, true}};
+}
+
+std::shared_ptr<const nn::ContextRows> LanguageModel::context_rows(
+    const ModelInputs& inputs) const {
+  return models::context_rows(inputs, context());
 }
 
 void LanguageModel::check_values(const ModelInputs& inputs) const {

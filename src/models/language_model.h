@@ -159,11 +159,9 @@ class LanguageModel : public torch::nn::Module {
   /// One stage: from the batch, or the result of the stage before, to the stream [B, t, H] after
   /// its last layer, or as forward where it has the head. Loads are those of its own layers.
   virtual ModelOutput forward_stage(const StageInputs& inputs) = 0;
-  /// Returns which positions of the rows this rank has logits of, an element of the cut over its
-  /// ModelAxes::context; null where rows are not cut.
-  std::shared_ptr<const nn::ContextRows> context_rows(const ModelInputs& /*inputs*/) const {
-    return nullptr;
-  }
+  /// Returns which positions of the rows this rank computes with; null where rows are not cut.
+  /// Errors: as context_rows() of context_inputs.h.
+  std::shared_ptr<const nn::ContextRows> context_rows(const ModelInputs& inputs) const;
   /// Checks inputs on the CPU before they are moved to a device, where forward cannot read values
   /// without a wait: ids, targets, imposed experts, and what a family requires in addition. Errors:
   /// kFormat, as forward has them on the CPU.
