@@ -93,7 +93,7 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
   TESSERA_CHECK(!whole.images, ErrorKind::kFormat,
                 "pixel_values: found images, expected none for a model of text");
   if (whole.documents.are_packed()) nn::check_documents(whole.documents.starts, whole.input_ids);
-  const ModelInputs batch = own_inputs(whole, context_rows(whole, context_));
+  const ModelInputs batch = own_inputs(whole, context_rows(whole));
   const ContextSamples samples(batch.documents);
   const auto routed =
       batch.imposed_routing.empty() ? std::vector<std::int64_t>() : routed_experts(spec_).layers;

@@ -48,7 +48,10 @@ void add_of_ranks(std::vector<Degrees>& all, int ranks, Experts experts) {
 std::string to_string(const Degrees& d) {
   return concat("dp_replicate ", d.replicate, ", dp_shard ", d.shard, ", tp ", d.tp, ", ep ", d.ep,
                 ", etp ", d.etp, d.sequence ? ", sequence shards" : ", whole sequence",
-                d.router == RouterTokens::kAll ? ", router on all tokens" : "");
+                d.router == RouterTokens::kAll ? ", router on all tokens" : "",
+                d.cp == 1                        ? ""
+                : d.form == ContextForm::kGather ? concat(", cp ", d.cp, " gather")
+                                                 : concat(", cp ", d.cp, " heads"));
 }
 
 std::vector<Degrees> all_degrees(Experts experts) {

@@ -20,7 +20,9 @@ struct Degrees {
   int etp = 1;
   bool sequence = true;  ///< sequence parallel
   RouterTokens router = RouterTokens::kShards;
-  int ranks() const { return replicate * shard * tp; }
+  int cp = 1;
+  ContextForm form = ContextForm::kGather;
+  int ranks() const { return replicate * shard * cp * tp; }
 };
 std::string to_string(const Degrees& degrees);
 

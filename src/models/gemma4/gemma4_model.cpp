@@ -139,7 +139,7 @@ at::Tensor Gemma4Model::text_ids(const at::Tensor& input_ids) const {
 }
 
 at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
-  const ModelInputs own = own_inputs(inputs, context_rows(inputs, context_));
+  const ModelInputs own = own_inputs(inputs, context_rows(inputs));
   const at::Tensor image_tokens = inputs.input_ids.eq(spec_.gemma4->image_token_id);
   const at::Tensor on_host = checked_images(inputs, image_tokens);
   // The tower first: the order of units is the same on every rank, with images or without.
@@ -169,7 +169,7 @@ ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
                 " layers, expected one of each layer with experts");
   const StageLayers& stage = stages_.at(inputs.stage);
   ModelOutput output;
-  const ModelInputs batch = own_inputs(whole, context_rows(whole, context_));
+  const ModelInputs batch = own_inputs(whole, context_rows(whole));
   const ContextSamples samples(batch.documents);
   at::Tensor x = stage.embedding ? embed(whole) : inputs.x;
   if (whole.documents.are_packed()) nn::check_documents(whole.documents.starts, whole.input_ids);

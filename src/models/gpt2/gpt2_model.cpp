@@ -180,7 +180,7 @@ ModelOutput Gpt2Model::forward_stage(const StageInputs& inputs) {
                 "batch: found images or routing, expected neither for GPT-2");
   const StageLayers& stage = stages_.at(inputs.stage);
   if (whole.documents.are_packed()) nn::check_documents(whole.documents.starts, whole.input_ids);
-  const ModelInputs batch = own_inputs(whole, context_rows(whole, context_));
+  const ModelInputs batch = own_inputs(whole, context_rows(whole));
   const ContextSamples samples(batch.documents);
   at::Tensor x = stage.embedding ? (*embedding_)(batch.input_ids, batch.documents) : inputs.x;
   for (std::size_t i = 0; i < layers_.size(); ++i) {

@@ -107,9 +107,9 @@ at::Tensor ChunkedAttention::attend(const Heads& heads, const Documents& documen
     return over_heads(heads, options_.context, rows,
                       [&](const Heads& all) { return attend_rows(all, documents.starts); });
   }
-  const AttentionMask mask{
-      .begins =
-          first_keys(documents.starts, heads.q.size(0), rows.cut.positions).to(heads.q.device())};
+  at::Tensor begins = first_keys(documents.starts, heads.q.size(0), rows.cut.positions);
+  if (begins.defined()) begins = begins.to(heads.q.device());
+  const AttentionMask mask{.begins = begins};
   return context_attention(heads, scale(), mask, Scores::kOfInputs, options_.context, documents);
 }
 

@@ -5,7 +5,7 @@
 
 namespace tessera::train {
 
-/// `of` has replicate, shard, tp, ep, etp, sequence and router.
+/// `of` has replicate, shard, tp, ep, etp, sequence and router; it may have cp and form.
 template <class Degrees>
 void set_parallelism(Config& config, const Degrees& of) {
   auto& parallelism = config.parallelism;
@@ -16,6 +16,10 @@ void set_parallelism(Config& config, const Degrees& of) {
   parallelism.expert_tensor_parallel_degree = of.etp;
   parallelism.sequence_parallel = of.sequence;
   parallelism.moe_router = of.router;
+  if constexpr (requires { of.cp; }) {
+    parallelism.context_parallel_degree = of.cp;
+    parallelism.context_parallel_form = of.form;
+  }
 }
 
 inline void set_parallelism(Config& config, const ParallelDims& dims) {
