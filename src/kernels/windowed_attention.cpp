@@ -43,11 +43,10 @@ class Windowed {
 
   std::vector<SeenBlock> blocks() const {
     // Half of a block's scores lie outside a window of its length, so short windows have shorter
-    // blocks.
-    const std::int64_t most = seen_.begins ? 128 : 256;
-    return seen_blocks(
-        {rows, queries, keys_.size(1), first_, std::clamp<std::int64_t>(seen_.window, 64, most)},
-        seen_);
+    // blocks: 64, 128 or 256, so that parts of a row which are multiples of these have its blocks.
+    const bool shorter = seen_.begins || seen_.window < 256;
+    const std::int64_t block = seen_.window < 128 ? 64 : shorter ? 128 : 256;
+    return seen_blocks({rows, queries, keys_.size(1), first_, block}, seen_);
   }
 
   at::Tensor rows_of(const at::Tensor& x, const SeenBlock& block) const {

@@ -145,6 +145,26 @@ struct Part {
   }
 };
 
+/// The same of windowed_attention with sinks.
+struct WindowedPart {
+  layout::Range queries, keys;
+
+  Outputs operator()(const Inputs& in, const Rows& r) const {
+    const at::Tensor q = in.q.narrow(2, queries.begin, queries.size());
+    const at::Tensor of_keys = in.keys.narrow(2, keys.begin, keys.size());
+    const at::Tensor of_values = in.values.narrow(2, keys.begin, keys.size());
+    const auto begins = moved(r.seen.begins, queries, keys.begin);
+    const auto ends = moved(r.seen.ends, queries, keys.begin);
+    const std::int64_t first = queries.begin - keys.begin;
+    const at::Tensor mixed = windowed_attention(q, of_keys, of_values, in.sinks, begins, ends,
+                                                first, r.seen.window, kScale);
+    const auto [grad_q, grad_k, grad_v, grad_sinks] = windowed_attention_backward(
+        in.grad.narrow(1, queries.begin, queries.size()), q, of_keys, of_values, in.sinks, begins,
+        ends, first, r.seen.window, kScale, /*of_sinks=*/true);
+    return {mixed, grad_q, grad_k, grad_v, grad_sinks};
+  }
+};
+
 /// The parts between `places`, one call each: results side by side, the others' sums in order of
 /// the parts.
 template <class Each = Part>
@@ -350,6 +370,23 @@ TEST(PartAttention, DrawnRowsInDrawnParts) {
     expect_error_of_one_call(parts, one_call, truth(in, r), at::kFloat);
     for (std::size_t i = 0; i + 1 < places.size(); ++i)
       expect_equals_all_keys<Part>(in, r, {places[i], places[i + 1]});
+  }
+}
+
+// Property: the same of attention with sinks whose keys' gradients are wide.
+TEST(PartAttention, WindowedPartsAreTheWholeRow) {
+  for (const Rows& r : all_rows()) {
+    for (const auto dtype : dtypes_of(r)) {
+      SCOPED_TRACE(r.name + ", " + at::toString(dtype));
+      const Inputs in = inputs_of(r, dtype);
+      const Outputs one_call = in_parts<WindowedPart>(in, r, {0, r.positions});
+      const Outputs parts = in_parts<WindowedPart>(in, r, {0, 256, 512});
+      expect_equals_whole(parts, one_call);
+      EXPECT_EQ(parts.keys.scalar_type(), at::kFloat);
+      // Nothing is rounded to bf16 before the sum.
+      expect_error_of_one_call(parts, one_call, truth(in, r, /*with_sinks=*/true), at::kFloat);
+      expect_equals_all_keys<WindowedPart>(in, r, {256, 512});
+    }
   }
 }
 
