@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
+#include <utility>
 
 #include "base/hash.h"
 #include "tessera/error.h"
@@ -62,28 +64,71 @@ ContextCut head_tail(std::int64_t positions, int ranks, int parts) {
   return cut;
 }
 
-ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work) {
-  const int parts = static_cast<int>(work.size());
-  check_cut(positions, ranks, parts);
+namespace {
+
+using Loads = std::vector<double>;  ///< one a rank
+
+std::size_t index(int number) { return static_cast<std::size_t>(number); }
+
+/// Gives the largest part first, each to the least loaded rank that has room.
+Loads deal(ContextCut& cut, std::span<const double> work) {
   // Two ranks r and f: take the last i such that r got its i-th part while f had fewer than i, so
   // that r was the less loaded one. That part is all by which r passes f's first i; each later part
   // of r came after f's part of the same number and is no larger.
   std::vector<int> order(work.size());
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, [&](int a, int b) {
-    return work[static_cast<std::size_t>(a)] > work[static_cast<std::size_t>(b)];
-  });
-  ContextCut cut{.ranks = ranks, .positions = positions, .owner = std::vector<int>(work.size())};
-  std::vector<double> load(static_cast<std::size_t>(ranks), 0.0);
-  std::vector<int> room(static_cast<std::size_t>(ranks), parts / ranks);
+  std::ranges::stable_sort(order, [&](int a, int b) { return work[index(a)] > work[index(b)]; });
+  Loads load(index(cut.ranks), 0.0);
+  std::vector<int> room(index(cut.ranks), cut.parts() / cut.ranks);
   for (const int number : order) {
     std::size_t least = load.size();
     for (std::size_t rank = 0; rank < load.size(); ++rank) {
       if (room[rank] > 0 && (least == load.size() || load[rank] < load[least])) least = rank;
     }
-    cut.owner[static_cast<std::size_t>(number)] = static_cast<int>(least);
-    load[least] += work[static_cast<std::size_t>(number)];
+    cut.owner[index(number)] = static_cast<int>(least);
+    load[least] += work[index(number)];
     --room[least];
+  }
+  return load;
+}
+
+struct Exchange {
+  double larger = 0.0;  ///< the larger load of the two ranks after it
+  std::size_t given = 0, taken = 0;
+};
+
+/// Returns the best exchange of a part of the most loaded rank; none where its load would not fall.
+std::optional<Exchange> best_exchange(const ContextCut& cut, std::span<const double> work,
+                                      const Loads& load) {
+  const int most = static_cast<int>(std::ranges::max_element(load) - load.begin());
+  Exchange best{load[index(most)]};
+  for (std::size_t given = 0; given < work.size(); ++given) {
+    if (cut.owner[given] != most) continue;
+    for (std::size_t taken = 0; taken < work.size(); ++taken) {
+      if (cut.owner[taken] == most) continue;
+      const double less = work[given] - work[taken];
+      const double larger =
+          std::max(load[index(most)] - less, load[index(cut.owner[taken])] + less);
+      if (larger < best.larger) best = {larger, given, taken};
+    }
+  }
+  return best.larger < load[index(most)] ? std::optional(best) : std::nullopt;
+}
+
+}  // namespace
+
+ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work) {
+  check_cut(positions, ranks, static_cast<int>(work.size()));
+  ContextCut cut{.ranks = ranks, .positions = positions, .owner = std::vector<int>(work.size())};
+  Loads load = deal(cut, work);
+  // Both loads of an exchange are below the largest one, so that this comes to an end, and above
+  // the smaller one of the two, so that ranks come no further apart.
+  while (const auto exchange = best_exchange(cut, work, load)) {
+    const auto& [larger, given, taken] = *exchange;
+    const double less = work[given] - work[taken];
+    load[index(cut.owner[given])] -= less;
+    load[index(cut.owner[taken])] += less;
+    std::swap(cut.owner[given], cut.owner[taken]);
   }
   return cut;
 }

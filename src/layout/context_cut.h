@@ -41,9 +41,10 @@ struct ContextCut {
 ContextCut head_tail(std::int64_t positions, int ranks, int parts);
 
 /// The part with the most work goes first, to the rank with the least work that still has room; ties
-/// by number. `work`: of each part, for instance its pairs of query and key, not negative. The work
-/// of two ranks differs by at most that of the largest part less that of the smallest. Errors:
-/// kConfig as check_cut.
+/// by number. Then the most loaded rank exchanges a part for a smaller one of another rank, as long
+/// as that lowers the larger load of the two. `work`: of each part, not negative, for instance its
+/// pairs of query and key. The work of two ranks differs by at most that of the largest part less
+/// that of the smallest. Errors: kConfig as check_cut.
 ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work);
 
 /// Errors: kConfig for parts that do not divide the positions, or ranks that do not divide the parts,

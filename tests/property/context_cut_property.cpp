@@ -160,6 +160,26 @@ RC_GTEST_PROP(ContextCutProperty, ByWorkIsNearTheBestOfAllCuts, ()) {
   if (each <= 2) RC_ASSERT(found == best);
 }
 
+RC_GTEST_PROP(ContextCutProperty, NoExchangeOfTwoPartsWouldLowerTheLargestLoad, ()) {
+  const int ranks = *rc::gen::inRange(2, 9);
+  const int parts = ranks * *rc::gen::inRange(1, 9);
+  const Work work = draw_work(parts);
+  ContextCut cut = by_work(parts, ranks, work);
+  const Work loads = loads_of(cut, work);
+  const auto most = std::ranges::max_element(loads) - loads.begin();
+  for (std::size_t own = 0; own < work.size(); ++own) {
+    for (std::size_t other = 0; other < work.size(); ++other) {
+      if (cut.owner[own] != most || cut.owner[other] == most) continue;
+      std::swap(cut.owner[own], cut.owner[other]);
+      const Work after = loads_of(cut, work);
+      std::swap(cut.owner[own], cut.owner[other]);
+      const auto rank = static_cast<std::size_t>(cut.owner[other]);
+      RC_ASSERT(std::max(after.at(static_cast<std::size_t>(most)), after.at(rank)) >=
+                largest_of(loads));
+    }
+  }
+}
+
 // Every rank computes the cut itself: it depends on nothing but the order of the numbers.
 RC_GTEST_PROP(ContextCutProperty, CutsAreFunctionsOfTheWorkAlone, ()) {
   const int ranks = *rc::gen::inRange(1, 9);

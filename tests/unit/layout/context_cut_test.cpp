@@ -33,9 +33,13 @@ TEST(ContextCut, MorePartsAreTheSamePositionsInSmallerOnes) {
 }
 
 TEST(ContextCut, TheLargestPartGoesFirstToTheLeastLoadedRank) {
-  // 9 | 7; 6 to the second (13), 5 to the first (14), 4 to the second (17), which is full.
+  EXPECT_THAT(by_work(4, 2, std::vector{2.0, 9.0, 10.0, 3.0}).owner, ElementsAre(0, 1, 0, 1));
+}
+
+TEST(ContextCut, PartsAreExchangedWhereThatLowersTheLargestLoad) {
+  // Dealt: 9, 5, 1 and 7, 6, 4, of 15 and 17; 6 for 5 makes both 16.
   EXPECT_THAT(by_work(6, 2, std::vector{4.0, 9.0, 5.0, 1.0, 6.0, 7.0}).owner,
-              ElementsAre(1, 0, 0, 0, 1, 1));
+              ElementsAre(1, 0, 1, 0, 0, 1));
 }
 
 TEST(ContextCut, ARankWithoutRoomGetsNoMore) {
