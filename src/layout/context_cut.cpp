@@ -54,8 +54,10 @@ void check_cut(std::int64_t positions, int ranks, int parts) {
 ContextCut head_tail(std::int64_t positions, int ranks, int parts) {
   check_cut(positions, ranks, parts);
   TESSERA_CHECK(ranks == 1 || parts % (2 * ranks) == 0, ErrorKind::kConfig,
-                "parallelism.context_parallel_parts: found ", parts, ", expected a multiple of ",
-                2 * ranks, ", a head and a tail for each of ", ranks, " ranks");
+                "context parallelism by head and tail: found ", parts,
+                " parts of a row, expected a multiple of ", 2 * ranks,
+                ", a head and a tail for each of ", ranks,
+                " ranks (parallelism.context_parallel_parts)");
   ContextCut cut{.ranks = ranks, .positions = positions, .owner = {}};
   for (int number = 0; number < parts; ++number) {
     const int half = static_cast<int>(std::int64_t{number} * 2 * ranks / parts);  // of 2 * ranks
@@ -77,7 +79,9 @@ Loads deal(ContextCut& cut, std::span<const double> work) {
   // of r came after f's part of the same number and is no larger.
   std::vector<int> order(work.size());
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, [&](int a, int b) { return work[index(a)] > work[index(b)]; });
+  std::ranges::sort(order, [&](int a, int b) {
+    return std::pair(-work[index(a)], a) < std::pair(-work[index(b)], b);
+  });
   Loads load(index(cut.ranks), 0.0);
   std::vector<int> room(index(cut.ranks), cut.parts() / cut.ranks);
   for (const int number : order) {

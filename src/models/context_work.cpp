@@ -73,19 +73,19 @@ std::vector<double> context_work(const ModelSpec& spec, std::int64_t positions, 
   TESSERA_INVARIANT(!starts.defined() || (starts.is_cpu() && starts.dim() == 2 &&
                                           starts.size(0) == rows && starts.size(1) == positions),
                     "starts of other rows");
-  // Rows that are alike count as many times as there are.
-  const std::int64_t told_apart = starts.defined() ? rows : 1;
+  // Rows of one document each are alike: one is counted for all.
+  const std::int64_t distinct = starts.defined() ? rows : 1;
   const double alike = starts.defined() ? 1.0 : static_cast<double>(rows);
   const layout::ContextCut cut{.positions = positions,
                                .owner = std::vector<int>(static_cast<std::size_t>(parts), 0)};
   std::vector<double> work(cut.owner.size(), 0.0);
-  if (positions == 0 || told_apart == 0) return work;
+  if (positions == 0 || distinct == 0) return work;
   for (const auto& [mask, dims] : masks_of(spec)) {
     const kernels::SeenKeys seen{.begins = begins_of(starts, positions, mask.chunk),
                                  .window = mask.window};
     for (int number = 0; number < parts; ++number) {
       work[static_cast<std::size_t>(number)] +=
-          alike * static_cast<double>(dims) * pairs_of(cut.part(number), told_apart, seen);
+          alike * static_cast<double>(dims) * pairs_of(cut.part(number), distinct, seen);
     }
   }
   return work;

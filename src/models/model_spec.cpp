@@ -7,10 +7,9 @@
 #include <utility>
 
 #include "base/text/json_reader.h"
-#include "base/text/printable.h"
-#include "models/config_reader.h"
 #include "models/family.h"
 #include "models/keys/bare_infinity.h"
+#include "models/keys/config_reader.h"
 #include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"

@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "models/config_reader.h"
 #include "models/family.h"
+#include "models/keys/config_reader.h"
 #include "models/model_spec.h"
 #include "nn/rope_options.h"
 

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "models/config_reader.h"
 #include "models/family.h"
+#include "models/keys/config_reader.h"
 #include "models/model_spec.h"
 
 namespace tessera::models {

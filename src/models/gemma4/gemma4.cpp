@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "models/config_reader.h"
 #include "models/family.h"
 #include "models/gemma3/gemma_keys.h"
 #include "models/gemma4/gemma4_layers.h"
+#include "models/keys/config_reader.h"
 #include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-#include "models/config_reader.h"
+#include "models/keys/config_reader.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 

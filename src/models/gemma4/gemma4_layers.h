@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "models/config_reader.h"
+#include "models/keys/config_reader.h"
 #include "models/model_spec.h"
 
 namespace tessera::models {

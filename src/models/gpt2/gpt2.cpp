@@ -9,8 +9,8 @@
 #include <string_view>
 #include <vector>
 
-#include "models/config_reader.h"
 #include "models/family.h"
+#include "models/keys/config_reader.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 

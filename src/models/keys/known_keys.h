@@ -8,13 +8,13 @@
 // those by which false would take something away; a 0 may matter, and is "off" for known keys only.
 // Known to matter: read by the family, or refused here at any value but the one that means nothing.
 // Unknown: left to the caller, which refuses it. Pure. Next: ../spec_keys.h,
-// ../config_reader.h.
+// config_reader.h.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "models/config_reader.h"
+#include "models/keys/config_reader.h"
 #include "models/model_spec.h"
 
 namespace tessera::models {

@@ -8,8 +8,8 @@
 #include <functional>
 #include <vector>
 
-#include "models/config_reader.h"
 #include "models/family.h"
+#include "models/keys/config_reader.h"
 #include "models/model_spec.h"
 #include "models/spec_keys.h"
 

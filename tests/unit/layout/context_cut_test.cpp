@@ -90,8 +90,8 @@ TEST(ContextCut, PartsThatRanksDoNotDivideAreRefused) {
   EXPECT_THAT(refused([] { check_cut(48, 4, 0); }), Says("found 0 parts"));
   EXPECT_THAT(refused([] { by_work(48, 4, {}); }), Says("found 0 parts"));
   EXPECT_EQ(refused([] { head_tail(48, 4, 12); }),
-            "parallelism.context_parallel_parts: found 12, expected a multiple of 8, a head and a "
-            "tail for each of 4 ranks");
+            "context parallelism by head and tail: found 12 parts of a row, expected a multiple of "
+            "8, a head and a tail for each of 4 ranks (parallelism.context_parallel_parts)");
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // ConfigReader: the keys of one JSON object, each taken at most once; it lists the keys left over.
 //
 // The cursor reads values by type (base/text/json_reader.h); this class knows names, not models.
-// Next: model_spec.cpp.
+// Next: ../model_spec.cpp.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-#include "models/config_reader.h"
+#include "models/keys/config_reader.h"
 
 #include <utility>
 
