@@ -9,7 +9,7 @@ include(CMakePackageConfigHelpers)
 
 add_library(tessera_library STATIC)
 add_library(Tessera::tessera ALIAS tessera_library)
-foreach(floor base layout kernels dry launch comm nccl io grad fsdp capture checkpoint pipeline)
+foreach(floor base layout kernels dry launch comm nccl io grad parallel fsdp capture checkpoint pipeline)
   foreach(half tessera_${floor}_pure tessera_${floor})
     if(TARGET ${half})
       target_sources(tessera_library PRIVATE $<TARGET_OBJECTS:${half}>)

@@ -5,6 +5,7 @@
 #include "tessera/checkpoint_values.h"
 #include "tessera/clip.h"
 #include "tessera/compile.h"
+#include "tessera/context.h"
 #include "tessera/contract.h"
 #include "tessera/data_axes.h"
 #include "tessera/dry_run.h"

@@ -38,7 +38,10 @@ ModelInputs own_inputs(const ModelInputs& batch, std::shared_ptr<const nn::Conte
   if (rows == nullptr) return own;
   const auto places = [&](const at::Tensor& whole) { return nn::own_places(whole, 1, rows.get()); };
   own.input_ids = places(batch.input_ids);
-  if (batch.targets) own.targets = places(*batch.targets);
+  // A pipeline's rank without the head leaves targets on the host.
+  if (batch.targets && batch.targets->device() == rows->places.device()) {
+    own.targets = places(*batch.targets);
+  }
   if (batch.fillers) own.fillers = places(*batch.fillers);
   if (rows->cut.ranks > 1) {
     for (at::Tensor& indices : own.imposed_routing) indices = own_tokens(indices, batch, *rows);

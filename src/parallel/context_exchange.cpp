@@ -2,12 +2,16 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "base/first_derivative.h"
+#include "grad/region.h"
 #include "parallel/collectives.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::parallel {
 namespace {
@@ -225,6 +229,44 @@ std::vector<at::Tensor> PartSums::finish(Direction direction) {
   }
   own_.clear();
   return std::move(sums_);
+}
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct GatherCall : torch::CustomClassHolder {
+  explicit GatherCall(ContextExchange of_rows) : exchange(std::move(of_rows)) {}
+  const ContextExchange exchange;
+};
+
+struct GatherPlacesFunction : torch::autograd::Function<GatherPlacesFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& own,
+                            const c10::intrusive_ptr<GatherCall>& call) {
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    return gather_reached({own}, call->exchange).front();
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    base::refuse_double_backward();
+    const auto held = ctx->saved_data["call"].toCapsule();
+    const ContextExchange& exchange = dynamic_cast<const GatherCall*>(held.get())->exchange;
+    const WideScope addends;
+    const at::ScalarType wide = at::promote_types(grads[0].scalar_type(), at::kFloat);
+    const at::Tensor like = grads[0].narrow(1, 0, exchange.cut.positions_of_rank());
+    PartSums sums(exchange, {like}, wide);
+    const int first = exchange.cut.parts_of(exchange.axis.rank).front();
+    const Range& reach = exchange.reach[static_cast<std::size_t>(first)];
+    sums.add(first, {grads[0].narrow(1, reach.begin, reach.size())});
+    return {sums.finish().front().to(grads[0].scalar_type()), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor gather_places(const at::Tensor& own, const ContextExchange& exchange) {
+  grad::refuse_recording("rows gathered over ranks of a context region");
+  return GatherPlacesFunction::apply(own, c10::make_intrusive<GatherCall>(exchange));
 }
 
 namespace {

@@ -1,9 +1,11 @@
 // The exchanges of context parallelism: what ranks that share the positions of the same rows send
-// each other for attention. Without derivatives, as collectives.h: nn/attention has these.
+// each other for attention. As in collectives.h they have no derivatives, which nn/attention has;
+// gather_places has one.
 //
 //   forward              does                                          backward does
 //   gather_reached S->R  the keys that own parts reach                 PartSums    P -> S
 //   PartSums       P->S  each part's fp32 addend to the keys' owner    (of gather_reached)
+//   gather_places  S->R  gather_reached and one addend a rank, as one with its derivative
 //   to_heads       S->S  positions of all heads -> heads of all        to_positions
 //   to_positions   S->S  the inverse                                   to_heads
 //
@@ -62,6 +64,12 @@ class PartSums {
   std::vector<std::int64_t> filled_;          // of each rank's section of it
   std::vector<std::vector<at::Tensor>> own_;  // addends to own keys, in the order of blocks()
 };
+
+/// own [A, n, C] -> [A, T, C] as gather_reached gives it, with a derivative: the gradient is this
+/// rank's addend in what the first of its parts reaches (its others reach nothing), and the sums are
+/// rounded to its dtype. Autograd passes zeros for a result that is not used: all ranks have to issue
+/// the same exchanges.
+at::Tensor gather_places(const at::Tensor& own, const ContextExchange& exchange);
 
 /// [A, G, n, C] each -> [A, G / ranks, T, C]: own heads of all positions.
 std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& own, const Axis& axis,

@@ -388,46 +388,16 @@ std::vector<Range> reach_of_ranks(const layout::ContextCut& cut, const std::vect
   return of_ranks;
 }
 
-struct WholeCall : torch::CustomClassHolder {
-  explicit WholeCall(parallel::ContextExchange of_rows) : exchange(std::move(of_rows)) {}
-  const parallel::ContextExchange exchange;
-};
-
-/// [B, n, C] -> [B, T, C]; the gradients of all ranks are added in fp32.
-struct WholeFunction : torch::autograd::Function<WholeFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& own,
-                            const c10::intrusive_ptr<WholeCall>& call) {
-    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    return parallel::gather_reached({own}, call->exchange).front();
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    base::refuse_double_backward();
-    const auto call = held<WholeCall>(ctx);
-    const parallel::ContextExchange& exchange = call->exchange;
-    const WideScope addends;
-    const at::Tensor& grad = grads[0];
-    const at::Tensor like =
-        grad.narrow(1, 0, exchange.cut.positions_of_rank());  // for its sizes alone
-    parallel::PartSums sums(exchange, {like}, at::promote_types(grad.scalar_type(), at::kFloat));
-    const int first = exchange.cut.parts_of(exchange.axis.rank).front();
-    const Range& reach = exchange.reach[static_cast<std::size_t>(first)];
-    sums.add(first, {grad.narrow(1, reach.begin, reach.size())});
-    return {sums.finish().front().to(grad.scalar_type()), at::Tensor()};
-  }
-};
-
 }  // namespace
 
 at::Tensor whole_of_context(const at::Tensor& own, const AttentionMask& mask,
                             const ContextRegion& region, const Documents& documents) {
-  grad::refuse_recording("attention over ranks of a context region");
   const layout::ContextCut& cut = documents.context->cut;
   const kernels::SeenKeys seen{given(mask.begins), given(mask.ends),
                                mask.window.value_or(kernels::kNoWindow)};
-  return WholeFunction::apply(
-      own, c10::make_intrusive<WholeCall>(parallel::ContextExchange{
-               region.axis, cut, reach_of_ranks(cut, reach_of_parts(cut, own.size(0), seen)),
-               kGatherName}));
+  return parallel::gather_places(
+      own,
+      {region.axis, cut, reach_of_ranks(cut, reach_of_parts(cut, own.size(0), seen)), kGatherName});
 }
 
 }  // namespace tessera::nn

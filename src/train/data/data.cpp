@@ -7,6 +7,7 @@
 
 #include "comm/group.h"
 #include "comm/host_read.h"
+#include "models/context_work.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
@@ -26,11 +27,29 @@ models::ModelInputs MicroBatch::inputs() const {
   inputs.imposed_routing = imposed_routing;
   inputs.documents = documents;
   inputs.fillers = fillers;
+  inputs.cut = cut;
   return inputs;
 }
 
+namespace {
+
+/// Of rows on the host, where documents can be read.
+std::optional<layout::ContextCut> cut_of(const MicroBatch& batch,
+                                         const models::LanguageModel& model) {
+  const nn::ContextRegion& region = model.context();
+  if (!region.cuts()) return std::nullopt;
+  return models::context_cut(model.spec(), region.axis.size, region.parts, batch.input_ids.size(1),
+                             batch.documents.starts);
+}
+
+}  // namespace
+
 MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model) const {
-  if (device.is_cpu()) return *this;
+  if (device.is_cpu()) {
+    MicroBatch here = *this;
+    here.cut = cut_of(*this, model);
+    return here;
+  }
   model.check_values(inputs());
   const auto there = [&](const at::Tensor& tensor) { return comm::uploaded(tensor, device); };
   const bool embeds = models::has_embedding(model.stages());
@@ -45,6 +64,7 @@ MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model)
   if (documents.are_packed()) batch.documents.starts = there(documents.starts);
   if (fillers) batch.fillers = there(*fillers);
   for (const at::Tensor& indices : imposed_routing) batch.imposed_routing.push_back(there(indices));
+  batch.cut = cut_of(*this, model);
   return batch;
 }
 

@@ -36,6 +36,8 @@ struct MicroBatch {
   std::vector<std::size_t> sources = {};         ///< [b], of each row; empty where the run has one
   nn::Documents documents = {};                  ///< that rows are packed of
   std::optional<at::Tensor> fillers = {};        ///< [b, T] bool: places that packing leaves empty
+  /// How ranks of cp share the rows; none where they do not, or before on().
+  std::optional<layout::ContextCut> cut = {};
   /// Targets that are not -100.
   std::int64_t unmasked_targets() const;
   /// With the targets: for the loss.
@@ -43,7 +45,7 @@ struct MicroBatch {
   /// The same where `model` computes: on a device by pinned memory, without a wait of the host.
   /// Layers there cannot look at values without one, so they are looked at before. Of a pipeline's
   /// rank what its stages read: without the embedding ids have sizes alone, without the head
-  /// targets stay on the host. Errors: kFormat, as LanguageModel::check_values.
+  /// targets stay on the host. Where ranks of cp share rows, with the cut of these. Errors: kFormat, as LanguageModel::check_values.
   MicroBatch on(at::Device device, const models::LanguageModel& model) const;
 };
 

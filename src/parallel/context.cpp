@@ -1,0 +1,92 @@
+#include "tessera/context.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "parallel/axis.h"
+#include "parallel/context_exchange.h"
+#include "tessera/error.h"
+#include "tessera/mesh.h"
+
+namespace tessera {
+
+struct ContextParallel::Rows {
+  parallel::ContextExchange exchange;
+  std::vector<std::int64_t> places;
+};
+
+namespace {
+
+layout::ContextCut cut_of(std::int64_t positions, int ranks, const ContextOptions& options) {
+  if (!options.work.empty()) return layout::by_work(positions, ranks, options.work);
+  return layout::head_tail(positions, ranks, options.parts > 0 ? options.parts : 2 * ranks);
+}
+
+/// Errors: kUsage.
+std::int64_t checked_dim(const at::Tensor& x, std::int64_t dim, std::int64_t expected,
+                         const char* what) {
+  const std::int64_t from_begin = dim < 0 ? dim + x.dim() : dim;
+  TESSERA_CHECK(from_begin >= 0 && from_begin < x.dim() && x.size(from_begin) == expected,
+                ErrorKind::kUsage, "ContextParallel::", what, ": found ", x.sizes(), " in dim ",
+                dim, ", expected ", expected, " positions there");
+  return from_begin;
+}
+
+at::Tensor on_device(const std::vector<std::int64_t>& numbers, at::Device device) {
+  const at::Tensor host = at::empty({std::ssize(numbers)}, at::TensorOptions(at::kLong));
+  std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<std::int64_t>());
+  return host.to(device);
+}
+
+}  // namespace
+
+ContextParallel::ContextParallel(const Mesh& mesh, std::int64_t positions,
+                                 const ContextOptions& options) {
+  TESSERA_CHECK(positions > 0, ErrorKind::kConfig, "context parallelism: found rows of ", positions,
+                " positions, expected at least one");
+  auto axis = parallel::axis_of(mesh, options.axis);
+  const int rank = axis.rank;
+  auto cut = cut_of(positions, axis.size, options);
+  auto places = cut.places_of(rank);
+  // A rank gives one addend to the gradient of every position.
+  std::vector<layout::Range> reach(static_cast<std::size_t>(cut.parts()));
+  for (int each = 0; each < cut.ranks; ++each) {
+    reach[static_cast<std::size_t>(cut.parts_of(each).front())] = {0, positions};
+  }
+  rows_ = std::make_shared<const Rows>(
+      Rows{{std::move(axis), std::move(cut), std::move(reach), "ContextParallel::gather"},
+           std::move(places)});
+}
+
+std::int64_t ContextParallel::positions() const { return rows_->exchange.cut.positions; }
+std::int64_t ContextParallel::own_positions() const {
+  return rows_->exchange.cut.positions_of_rank();
+}
+const std::vector<std::int64_t>& ContextParallel::places() const { return rows_->places; }
+
+at::Tensor ContextParallel::cut(const at::Tensor& whole, std::int64_t dim) const {
+  const std::int64_t at = checked_dim(whole, dim, positions(), "cut");
+  return whole.index_select(at, on_device(places(), whole.device()));
+}
+
+at::Tensor ContextParallel::gather(const at::Tensor& own, std::int64_t dim) const {
+  const std::int64_t at = checked_dim(own, dim, own_positions(), "gather");
+  if (rows_->exchange.axis.alone()) return own;
+  const auto before = own.sizes().slice(0, static_cast<std::size_t>(at));
+  const auto after = own.sizes().slice(static_cast<std::size_t>(at) + 1);
+  const at::Tensor flat =
+      own.reshape({c10::multiply_integers(before), own_positions(), c10::multiply_integers(after)});
+  std::vector<std::int64_t> sizes = own.sizes().vec();
+  sizes[static_cast<std::size_t>(at)] = positions();
+  return parallel::gather_places(flat, rows_->exchange).view(sizes);
+}
+
+at::Tensor ContextParallel::causal_mask(at::Device device) const {
+  const at::Tensor keys = at::arange(positions(), at::TensorOptions(at::kLong).device(device));
+  return keys.unsqueeze(0).le(on_device(places(), device).unsqueeze(1));
+}
+
+}  // namespace tessera
