@@ -1,4 +1,4 @@
-// ContextParallel: rows whose positions the ranks of an axis share, for attention of one's own.
+// ContextParallel: rows whose positions the ranks of an axis share, for a custom attention.
 //
 //   const tessera::ContextParallel rows(mesh, ids.size(1));     // axis "cp"
 //   const auto x = embed(rows.cut(ids, 1));                     // [B, n, hidden], n = T / ranks
@@ -59,7 +59,7 @@ class ContextParallel {
   /// same on all. A rank sends n x (ranks - 1) positions, and backward as many in fp32. Errors: kUsage
   /// for another size; kComm.
   at::Tensor gather(const at::Tensor& own, std::int64_t dim) const;
-  /// [n, T] bool: whether an own position sees a key, itself and those before it.
+  /// [n, T] bool: whether a position of this rank sees a key, itself and those before it.
   at::Tensor causal_mask(at::Device device = at::kCPU) const;
 
  private:

@@ -40,10 +40,9 @@ std::vector<std::int64_t> ContextCut::places_of(int rank) const {
 }
 
 void check_cut(std::int64_t positions, int ranks, int parts) {
-  TESSERA_CHECK(parts >= 1 && parts % ranks == 0, ErrorKind::kConfig,
-                "parallelism.context_parallel_parts: found ", parts,
-                " parts of a row, expected a positive multiple of the ", ranks,
-                " ranks of parallelism.context_parallel_degree");
+  TESSERA_CHECK(parts >= 1 && parts % ranks == 0, ErrorKind::kConfig, "context parallelism: found ",
+                parts, " parts of a row, expected a positive multiple of the ", ranks,
+                " ranks that share it (parallelism.context_parallel_parts)");
   const std::int64_t below = positions / parts * parts;
   TESSERA_CHECK(positions % parts == 0, ErrorKind::kConfig, "context parallelism: found rows of ",
                 positions, " positions, expected a multiple of ", parts, ", the parts that ", ranks,

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "models/context_inputs.h"
+#include "models/context/context_inputs.h"
 #include "models/family.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"

@@ -1,7 +1,7 @@
 #include "models/language_model.h"
 
 #include "grad/leaf.h"
-#include "models/context_inputs.h"
+#include "models/context/context_inputs.h"
 #include "models/moe_layer.h"
 #include "moe/routing.h"
 #include "nn/embedding.h"

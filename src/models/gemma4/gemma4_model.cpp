@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/host_read.h"
-#include "models/context_inputs.h"
+#include "models/context/context_inputs.h"
 #include "models/decoder.h"
 #include "nn/documents.h"
 #include "nn/parameter.h"

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "models/context_inputs.h"
+#include "models/context/context_inputs.h"
 #include "models/decoder.h"
 #include "models/gpt2/gpt2_layer.h"
 #include "models/text_model.h"

@@ -35,7 +35,7 @@ constexpr std::int64_t kFirstKeys = 32;
 /// The positions whose keys and values a rank passes.
 enum class KeysGiven : std::uint8_t { kOwn, kWhole };
 
-/// One call, whatever its tensors.
+/// A call without its tensors.
 struct PartCall : torch::CustomClassHolder {
   PartCall(parallel::Axis over, std::shared_ptr<const ContextRows> of_rows, Scores kind,
            KeysGiven keys, std::int64_t most, double factor)

@@ -7,7 +7,7 @@
 
 #include "comm/group.h"
 #include "comm/host_read.h"
-#include "models/context_work.h"
+#include "models/context/context_work.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"

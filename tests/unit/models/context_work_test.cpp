@@ -1,6 +1,6 @@
 // The work of parts of rows against masks that are written out pair by pair, for documents, windows
 // and chunks; and how equally cuts by that work share packed rows.
-#include "models/context_work.h"
+#include "models/context/context_work.h"
 
 #include <ATen/ATen.h>
 

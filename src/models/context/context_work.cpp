@@ -1,4 +1,4 @@
-#include "models/context_work.h"
+#include "models/context/context_work.h"
 
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>

@@ -1,4 +1,4 @@
-#include "models/context_inputs.h"
+#include "models/context/context_inputs.h"
 
 #include <utility>
 
