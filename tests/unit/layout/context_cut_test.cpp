@@ -82,7 +82,8 @@ TEST(ContextCut, PartsThatRanksDoNotDivideAreRefused) {
     return error_of(ErrorKind::kConfig, action);
   };
   const std::string many =
-      "context parallelism: found 6 parts of a row, expected a positive multiple of the 4 ranks that "
+      "context parallelism: found 6 parts of a row, expected a positive multiple of the 4 ranks "
+      "that "
       "share it (parallelism.context_parallel_parts)";
   EXPECT_EQ(refused([] { check_cut(48, 4, 6); }), many);
   EXPECT_EQ(refused([] { head_tail(48, 4, 6); }), many);
