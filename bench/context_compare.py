@@ -17,9 +17,9 @@ after its imports.
 FSDP2 shards over dp_shard x cp, flattened. A row is cut into 2 x ranks parts, of which rank r has
 the r-th from the head and the r-th from the tail. In each layer k and v of all positions are
 gathered by a differentiable collective, whose backward is a reduce-scatter in fp32, and own queries
-go through scaled_dot_product_attention: each part with the keys up to its end, or (mask) all at
-once with a mask over all keys. Masks are formed once a step for all layers. Unmasked targets are
-counted over ranks; labels are shifted before the cut.
+go through scaled_dot_product_attention: each part, document by document, with the keys up to its
+end, or (mask) all at once with a mask over all keys. Masks are formed once a step for all layers.
+Unmasked targets are counted over ranks; labels are shifted before the cut.
 
 torch.distributed.tensor.experimental.context_parallel cannot be the peer. torch 2.13 refuses it on
 CPUs: `_scaled_dot_product_flash_attention_for_cpu` has no sharding strategy there, and
@@ -154,13 +154,16 @@ class ContextAttention:
             parts = [visible(*cut.range_of(part), 0, cut.count * size, starts) for part in cut.own]
             self.calls = [(slice(0, 2 * size), slice(0, cut.count * size), torch.cat(parts))]
             return
-        self.calls = []
-        for half, part in enumerate(cut.own):
+        self.calls, offset = [], 0  # of own queries
+        for part in cut.own:
             begin, end = cut.range_of(part)
-            first = int(starts[begin:end].min())
-            is_causal = begin == 0 and not starts[begin:end].any()
-            mask = None if is_causal else visible(begin, end, first, end, starts)
-            self.calls.append((slice(half * size, (half + 1) * size), slice(first, end), mask))
+            while begin < end:  # a document's queries after the other's
+                first = int(starts[begin])
+                stop = begin + int((starts[begin:end] == first).sum())
+                mask = None if first == begin else visible(begin, stop, first, stop, starts)
+                here = slice(offset, offset + stop - begin)
+                self.calls.append((here, slice(first, stop), mask))
+                begin, offset = stop, here.stop
 
     def gathered(self, key, value):
         """[2, B, G, T, D] in the order of positions."""
