@@ -57,7 +57,11 @@ std::optional<at::Tensor> begins_of(const at::Tensor& starts, std::int64_t posit
 double pairs_of(const layout::Range& part, std::int64_t rows, kernels::SeenKeys seen) {
   constexpr std::int64_t kBlock = 64;  // of most kernels: cpu/attention.cpp, windowed_attention.cpp
   if (seen.begins) seen.begins = seen.begins->narrow(1, part.begin, part.size());
-  const kernels::SeenSizes sizes{rows, part.size(), part.end, std::min(kBlock, part.size())};
+  const kernels::SeenSizes sizes{.rows = rows,
+                                 .queries = part.size(),
+                                 .keys = part.end,
+                                 .first = part.begin,
+                                 .block = std::min(kBlock, part.size())};
   double pairs = 0.0;
   for (const kernels::SeenBlock& block : kernels::seen_blocks(sizes, seen)) {
     pairs += static_cast<double>(block.rows.size() * block.queries.size() * block.keys.size());
