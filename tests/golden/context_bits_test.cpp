@@ -2,13 +2,15 @@
 //
 // With as many parts of a row, logits and the gradient of the stream in front of every layer are
 // those of one rank, bit for bit, in every family; where ranks exchange heads they are those of one
-// rank without parts. Gradients of parameters differ from one rank's by the order in which tokens
-// are added; the same layout has the same bits twice. What this rests on is a property of the
-// machine's products, which has a test of its own. All of it under `scripts/full context`, a seeded
-// part in ./test --all.
+// rank without parts. Two exceptions, which are within bounds: an expert that has 1 to 3 rows on
+// some rank, whose product rounds otherwise, and backward where latents are gathered, whose
+// gradients have one addend a rank. Gradients of parameters differ from one rank's by the order in
+// which tokens are added; the same layout has the same bits twice. What this rests on is a property
+// of the machine's products, which has a test of its own. All of it under `scripts/full context`, a
+// seeded part in ./test --all.
 //
 // The class of bug: sums whose order follows from the ranks and not from the parts, and products
-// whose rows depend on how many there are beside them.
+// whose rows depend on how many others there are in a product.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -105,8 +107,11 @@ std::vector<at::Tensor> even_routing(const ModelSpec& spec, std::int64_t tokens)
   return all;
 }
 
+/// Who chooses the experts: the routers, or even_routing().
+enum class Choice { kEven, kOwn };
+
 /// The rows of the reference, images included, with drawn tokens after them.
-ModelInputs batch_of(const std::string& folder, Rows kind) {
+ModelInputs batch_of(const std::string& folder, Rows kind, Choice choice = Choice::kEven) {
   const ModelSpec spec = spec_of(folder);
   const auto source =
       train::open_gradients_batch(Reference::of(folder).batches(),
@@ -124,7 +129,7 @@ ModelInputs batch_of(const std::string& folder, Rows kind) {
   if (inputs.token_types) inputs.token_types = longer(*inputs.token_types, at::zeros_like(drawn));
   inputs.input_ids = longer(inputs.input_ids, drawn);
   inputs.targets = longer(*inputs.targets, drawn.roll(-1, 1));
-  inputs.imposed_routing = even_routing(spec, rows * positions);
+  if (choice == Choice::kEven) inputs.imposed_routing = even_routing(spec, rows * positions);
   if (kind == Rows::kPacked) inputs.documents.starts = starts_of(rows, positions);
   return inputs;
 }
@@ -135,6 +140,7 @@ struct Sharing {
   int parts = kParts;
   Rows rows = Rows::kOneDocument;
   RecomputeMode recompute = RecomputeMode::kNone;
+  Choice choice = Choice::kEven;
 };
 
 std::string to_string(const Sharing& one) {
@@ -157,6 +163,7 @@ struct Found {
   at::Tensor logits;
   std::vector<at::Tensor> streams;  ///< the gradients in front of each layer, and of the head
   Tensors parameters;               ///< gradients, added in the order of the ranks
+  bool has_small_products = false;  ///< of 1 to 3 rows of an expert, on some rank
 };
 
 /// Each layer is a stage of its own, on the same rank: so each border is seen.
@@ -204,12 +211,15 @@ class OfRank {
       : model_(model), inputs_(std::move(inputs)) {}
 
   void run() {
+    inputs_.router_statistics = models::RouterStatistics::kCounts;
     const std::optional<at::Tensor> targets = std::exchange(inputs_.targets, std::nullopt);
     const std::size_t last = model_.stages().size() - 1;
     std::vector<at::Tensor> results{model_.forward_stage({inputs_, 0, {}}).result};
     for (std::size_t stage = 1; stage <= last; ++stage) {
       borders_.push_back(results.back().detach().requires_grad_(true));
-      results.push_back(model_.forward_stage({inputs_, stage, borders_.back()}).result);
+      const models::ModelOutput output = model_.forward_stage({inputs_, stage, borders_.back()});
+      for (const models::RouterLoad& load : output.loads) note(load.counts);
+      results.push_back(output.result);
     }
     logits_ = results.back().detach();
     inputs_.targets = targets;
@@ -222,6 +232,7 @@ class OfRank {
   /// Puts what this rank has at its places of whole rows.
   void join(Found& found) const {
     found.loss += loss_;
+    found.has_small_products = found.has_small_products || has_small_products_;
     found.streams.resize(borders_.size());
     join(found.logits, logits_);
     for (std::size_t i = 0; i < borders_.size(); ++i) join(found.streams[i], borders_[i].grad());
@@ -234,6 +245,10 @@ class OfRank {
   }
 
  private:
+  void note(const at::Tensor& rows_of_experts) {
+    const at::Tensor is_small = rows_of_experts.gt(0).logical_and(rows_of_experts.lt(4));
+    has_small_products_ = has_small_products_ || is_small.any().item<bool>();
+  }
   void join(at::Tensor& whole, const at::Tensor& own) const {
     const auto rows = model_.context_rows(inputs_);
     const at::Tensor places =
@@ -247,12 +262,13 @@ class OfRank {
   models::LanguageModel& model_;
   ModelInputs inputs_;
   double loss_ = 0;
+  bool has_small_products_ = false;
   at::Tensor logits_;
   std::vector<at::Tensor> borders_;
 };
 
 Found computed(const std::string& folder, const Sharing& sharing) {
-  const ModelInputs batch = batch_of(folder, sharing.rows);
+  const ModelInputs batch = batch_of(folder, sharing.rows, sharing.choice);
   const layout::ContextCut cut = cut_of(sharing, batch.input_ids.size(1));
   std::vector<std::shared_ptr<models::LanguageModel>> models(static_cast<std::size_t>(sharing.cp));
   std::vector<std::unique_ptr<OfRank>> of_ranks(models.size());
@@ -270,38 +286,28 @@ Found computed(const std::string& folder, const Sharing& sharing) {
   return found;
 }
 
-enum class Backward { kSameBits, kBounds };
+/// What is the same to the last bit; the rest is within kSumBound.
+enum class SameBits { kNone, kForward, kBoth };
 
-void expect_same(const Found& found, const Found& expected, Backward backward) {
-  EXPECT_TRUE(same_bits(found.logits, expected.logits)) << "logits";
+void expect_near(const at::Tensor& found, const at::Tensor& expected, bool to_the_bit,
+                 const std::string& name) {
+  const double error = relative_error(found, expected);
+  EXPECT_LT(error, kSumBound) << name;
+  if (!to_the_bit) return;
+  EXPECT_TRUE(same_bits(found, expected)) << name << ", relative " << error;
+}
+
+void expect_same(const Found& found, const Found& expected, SameBits same) {
+  expect_near(found.logits, expected.logits, same != SameBits::kNone, "logits");
   ASSERT_EQ(found.streams.size(), expected.streams.size());
   for (std::size_t i = found.streams.size(); i-- > 0;) {
-    if (backward == Backward::kSameBits) {
-      EXPECT_TRUE(same_bits(found.streams[i], expected.streams[i]))
-          << "in front of layer " << i << ", relative "
-          << relative_error(found.streams[i], expected.streams[i]);
-    } else {
-      EXPECT_LT(relative_error(found.streams[i], expected.streams[i]), kSumBound)
-          << "in front of layer " << i;
-    }
+    expect_near(found.streams[i], expected.streams[i], same == SameBits::kBoth,
+                concat("in front of layer ", i));
   }
   EXPECT_NEAR(found.loss, expected.loss, kLossOfRanks * expected.loss);
   ASSERT_EQ(found.parameters.size(), expected.parameters.size());
   for (const auto& [name, gradient] : expected.parameters) {
-    EXPECT_LT(relative_error(found.parameters.at(name), gradient), kSumBound) << name;
-  }
-}
-
-/// Each expert that has rows on a rank has at least 4 of them, whichever layer.
-void expect_no_small_products(const ModelInputs& batch, const layout::ContextCut& cut) {
-  for (const at::Tensor& indices : batch.imposed_routing) {
-    const at::Tensor by_row =
-        indices.view({batch.input_ids.size(0), batch.input_ids.size(1), indices.size(1)});
-    for (int rank = 0; rank < cut.ranks; ++rank) {
-      const at::Tensor places = at::tensor(cut.places_of(rank), at::kLong);
-      const at::Tensor counts = by_row.index_select(1, places).reshape({-1}).bincount();
-      EXPECT_FALSE(counts.gt(0).logical_and(counts.lt(4)).any().item<bool>()) << counts;
-    }
+    expect_near(found.parameters.at(name), gradient, false, name);
   }
 }
 
@@ -309,7 +315,6 @@ class ContextBits : public ::testing::TestWithParam<std::string> {
  protected:
   const std::string& folder() const { return GetParam(); }
   ModelSpec spec() const { return spec_of(folder()); }
-  /// What is gone through here, each with the sharing that it is compared with.
   std::vector<Sharing> sharings() const {
     std::vector<Sharing> all;
     for (const Rows rows : {Rows::kOneDocument, Rows::kPacked}) {
@@ -322,23 +327,38 @@ class ContextBits : public ::testing::TestWithParam<std::string> {
     }
     return all;
   }
+  /// What a sharing is compared with.
+  static Sharing on_one_rank(Sharing sharing) {
+    sharing.cp = 1;
+    if (sharing.form == ContextForm::kHeads) sharing.parts = 1;
+    return sharing;
+  }
+  SameBits promised(const Sharing& sharing, const Found& found) const {
+    if (found.has_small_products) return SameBits::kNone;
+    // Latents that are gathered have one addend a rank to their gradients.
+    const bool gathers_latents = spec().mla && sharing.form == ContextForm::kGather;
+    return gathers_latents ? SameBits::kForward : SameBits::kBoth;
+  }
 };
 
 TEST_P(ContextBits, LogitsAndGradientsOfActivationsAreOneRanks) {
-  std::map<std::string, Found> of_one_rank;
   for (const Sharing& sharing : test::in_turn(sharings(), 3, folders_of_rows(), folder())) {
     SCOPED_TRACE(to_string(sharing));
-    Sharing one = sharing;
-    one.cp = 1;
-    if (sharing.form == ContextForm::kHeads) one.parts = 1;
-    auto& expected = of_one_rank[to_string(one)];
-    if (!expected.logits.defined()) expected = computed(folder(), one);
-    const ModelInputs batch = batch_of(folder(), sharing.rows);
-    expect_no_small_products(batch, cut_of(sharing, batch.input_ids.size(1)));
-    // Latents that are gathered have one addend a rank to their gradients.
-    const bool gathers_latents = spec().mla && sharing.form == ContextForm::kGather;
-    expect_same(computed(folder(), sharing), expected,
-                gathers_latents ? Backward::kBounds : Backward::kSameBits);
+    const Found found = computed(folder(), sharing);
+    EXPECT_FALSE(found.has_small_products);
+    expect_same(found, computed(folder(), on_one_rank(sharing)), promised(sharing, found));
+  }
+}
+
+// Products of 1 to 3 rows round otherwise than those of 4 and more. A router may give an expert so
+// few on one rank and more on another.
+TEST_P(ContextBits, WithOwnRoutingBitsHoldWhereEachExpertHasFourRowsAndBoundsElsewhere) {
+  if (!spec().moe) return;
+  for (Sharing sharing : test::in_turn(sharings(), 3, folders_of_rows(), folder())) {
+    SCOPED_TRACE(to_string(sharing));
+    sharing.choice = Choice::kOwn;
+    const Found found = computed(folder(), sharing);
+    expect_same(found, computed(folder(), on_one_rank(sharing)), promised(sharing, found));
   }
 }
 
@@ -348,7 +368,7 @@ TEST_P(ContextBits, RecomputedIsKept) {
     const Found kept = computed(folder(), sharing);
     sharing.recompute = RecomputeMode::kFull;
     const Found found = computed(folder(), sharing);
-    expect_same(found, kept, Backward::kSameBits);
+    expect_same(found, kept, SameBits::kBoth);
     expect_same_bits(found.parameters, kept.parameters);
   }
 }
@@ -489,7 +509,7 @@ std::pair<at::Tensor, at::Tensor> product(const at::Tensor& x, const at::Tensor&
 
 // The condition of all bits above. On a machine where it fails, rows of a cut are equal within
 // bounds only, and the contract of a run has to say "bounds".
-TEST(ContextBitsOfProducts, ARowOfAProductDoesNotDependOnTheRowsBesideIt) {
+TEST(ContextBitsOfProducts, ARowOfAProductDoesNotDependOnItsOtherRows) {
   struct Shape {
     std::int64_t in, out;
   };
