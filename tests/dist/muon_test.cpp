@@ -57,8 +57,8 @@ struct Layout {
   int ranks = 1;
   int replicas = 1;
   int tensor = 1;
-  int context = 1;
   std::vector<Cut> cuts = {};  ///< by parameter, round and round; empty: none
+  int context = 1;
 };
 
 ParameterLayout placed(const Layout& layout, const Cut& cut) {
@@ -96,7 +96,7 @@ using See = std::function<void(int step, std::size_t parameter, const at::Tensor
                                const std::function<at::Tensor(const at::Tensor& whole)>& part)>;
 
 void train(const Run& run, World& world, const See& see) {
-  const auto& [name, count, replicas, tensor, context, cuts] = run.layout;
+  const auto& [name, count, replicas, tensor, cuts, context] = run.layout;
   const auto mesh = world.mesh(
       MeshShape::dense(1, replicas, count / replicas / context / tensor, context, tensor));
   // Products of devices are libtorch's: the simulated device splits them by its number of threads.
@@ -310,20 +310,19 @@ TEST(Muon, HasTheBitsOfOneRankUnderReplicasAndTensorParallelism) {
   for (int round = 0; round < 6; ++round) {
     const auto shapes = random_shapes(random);
     const Layout layouts[] = {{"replicas", 4, 2},
-                              {"cp", 2, 1, 1, 2},
-                              {"replicas x cp", 4, 2, 1, 2},
-                              {"cp x tp, some whole", 4, 1, 2, 2, {0, std::nullopt}},
-                              {"tp, rows cut", 2, 1, 2, 1, {0}},
-                              {"dp x tp, rows cut", 4, 1, 2, 1, {0}},
-                              {"dp x tp, some whole", 4, 1, 2, 1, {0, std::nullopt}},
-                              {"replicas x tp", 4, 2, 2, 1, {0, std::nullopt}}};
+                              {"cp", 2, 1, 1, {}, 2},
+                              {"replicas x cp", 4, 2, 1, {}, 2},
+                              {"cp x tp, some whole", 4, 1, 2, {0, std::nullopt}, 2},
+                              {"tp, rows cut", 2, 1, 2, {0}},
+                              {"dp x tp, rows cut", 4, 1, 2, {0}},
+                              {"dp x tp, some whole", 4, 1, 2, {0, std::nullopt}},
+                              {"replicas x tp", 4, 2, 2, {0, std::nullopt}}};
     for (const auto& layout : layouts) {
       expect_bits_of_one_rank({layout, shapes, {}, muon({}), 2});
     }
   }
   // Columns; the vector has none.
-  for (const auto& layout :
-       {Layout{"tp", 2, 1, 2, 1, {1}}, Layout{"dp x tp", 4, 1, 2, 1, {1, 0}}}) {
+  for (const auto& layout : {Layout{"tp", 2, 1, 2, {1}}, Layout{"dp x tp", 4, 1, 2, {1, 0}}}) {
     expect_bits_of_one_rank({layout, {{12, 20}, {36, 8}, {4, 8, 12}}, {}, muon({}), 2});
   }
 }

@@ -79,7 +79,7 @@ TEST(MeshShape, WrongShapesAreConfigErrors) {
   };
   EXPECT_EQ(kind_of([] { return MeshShape({{"a", 0}}); }), ErrorKind::kConfig);
   EXPECT_EQ(kind_of([] { return MeshShape({{"a", 2}, {"a", 2}}); }), ErrorKind::kConfig);
-  EXPECT_EQ(kind_of([] { return MeshShape::dense(1, 1, 1, 2, 1); }), ErrorKind::kConfig);
+  EXPECT_EQ(kind_of([] { return MeshShape::dense(1, 1, 1, 0, 1); }), ErrorKind::kConfig);
   EXPECT_EQ(kind_of([] { return MeshShape({{"a", 2}}).group_of(2, {"a"}); }), ErrorKind::kConfig);
 }
 
