@@ -39,10 +39,19 @@ std::vector<std::int64_t> ContextCut::places_of(int rank) const {
   return places;
 }
 
+void check_parts(int ranks, int parts) {
+  const std::int64_t halves = 2 * std::int64_t{ranks};
+  TESSERA_CHECK(parts >= 1 && (ranks == 1 || parts % halves == 0), ErrorKind::kConfig,
+                "parallelism.context_parallel_parts: found ", parts, ", expected a multiple of ",
+                halves,
+                ", a head and a tail of a row for each of context_parallel_degree = ", ranks,
+                " ranks; change it, or leave it out");
+}
+
 void check_cut(std::int64_t positions, int ranks, int parts) {
-  TESSERA_CHECK(parts >= 1 && parts % ranks == 0, ErrorKind::kConfig, "context parallelism: found ",
-                parts, " parts of a row, expected a positive multiple of the ", ranks,
-                " ranks that share it (parallelism.context_parallel_parts)");
+  TESSERA_CHECK(parts >= 1 && parts % ranks == 0, ErrorKind::kConfig, "a cut of rows: found ",
+                parts, " parts, expected a multiple of the ", ranks,
+                " ranks of parallelism.context_parallel_degree");
   const std::int64_t below = positions / parts * parts;
   TESSERA_CHECK(positions % parts == 0, ErrorKind::kConfig, "context parallelism: found rows of ",
                 positions, " positions, expected a multiple of ", parts, ", the parts that ", ranks,
@@ -52,11 +61,7 @@ void check_cut(std::int64_t positions, int ranks, int parts) {
 
 ContextCut head_tail(std::int64_t positions, int ranks, int parts) {
   check_cut(positions, ranks, parts);
-  TESSERA_CHECK(ranks == 1 || parts % (2 * ranks) == 0, ErrorKind::kConfig,
-                "context parallelism by head and tail: found ", parts,
-                " parts of a row, expected a multiple of ", 2 * ranks,
-                ", a head and a tail for each of ", ranks,
-                " ranks (parallelism.context_parallel_parts)");
+  check_parts(ranks, parts);
   ContextCut cut{.ranks = ranks, .positions = positions, .owner = {}};
   for (int number = 0; number < parts; ++number) {
     const int half = static_cast<int>(std::int64_t{number} * 2 * ranks / parts);  // of 2 * ranks

@@ -37,7 +37,7 @@ struct ContextCut {
 
 /// Rank r has the r-th part from the head and the r-th from the tail, of 2 * ranks; where `parts` is
 /// a larger multiple of that, each of those is so many parts. Balances a causal mask of one document
-/// a row. Errors: kConfig as check_cut.
+/// a row. Errors: kConfig as check_cut and check_parts.
 ContextCut head_tail(std::int64_t positions, int ranks, int parts);
 
 /// The part with the most work goes first, to the rank with the least work that still has room; ties
@@ -46,6 +46,10 @@ ContextCut head_tail(std::int64_t positions, int ranks, int parts);
 /// pairs of query and key. The work of two ranks differs by at most that of the largest part less
 /// that of the smallest. Errors: kConfig as check_cut.
 ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work);
+
+/// Errors: kConfig for parts that are no head and tail, or several of each, for each of several
+/// ranks.
+void check_parts(int ranks, int parts);
 
 /// Errors: kConfig for parts that do not divide the positions, or ranks that do not divide the parts,
 /// with the nearest lengths that go.

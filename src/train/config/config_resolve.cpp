@@ -13,6 +13,7 @@
 #include "capture/passes.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "grad/resolve_rules.h"
+#include "layout/context_cut.h"
 #include "layout/range.h"
 #include "pipeline/kinds.h"
 #include "tessera/error.h"
@@ -220,14 +221,6 @@ std::int64_t bounded_product(std::initializer_list<int> degrees) {
   return product;
 }
 
-void check_parts(const ParallelDims& dims) {
-  TESSERA_CHECK(dims.cp == 1 || dims.context_parts % (2 * std::int64_t{dims.cp}) == 0,
-                ErrorKind::kConfig, "parallelism.context_parallel_parts: found ",
-                dims.context_parts, ", expected a multiple of ", 2 * std::int64_t{dims.cp},
-                ", a head and a tail of a row for each of context_parallel_degree = ", dims.cp,
-                " ranks; change it, or leave it out");
-}
-
 bool ends_with(std::string_view path, std::string_view ending) { return path.ends_with(ending); }
 
 std::string absolute_under(const fs::path& base, const std::string& folder) {
@@ -292,7 +285,7 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
                 "parallelism.data_parallel_shard_degree: found ", asked, ", expected -1 or ",
                 dims.dp_shard, " for ", world_size, " rank(s) and ", others,
                 " rank(s) of the other axes");
-  check_parts(dims);
+  layout::check_parts(dims.cp, dims.context_parts);
   check_expert_ranks(dims);
   return dims;
 }
