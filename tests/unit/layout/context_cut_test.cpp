@@ -82,17 +82,17 @@ TEST(ContextCut, PartsThatRanksDoNotDivideAreRefused) {
     return error_of(ErrorKind::kConfig, action);
   };
   const std::string many =
-      "context parallelism: found 6 parts of a row, expected a positive multiple of the 4 ranks "
-      "that "
-      "share it (parallelism.context_parallel_parts)";
+      "a cut of rows: found 6 parts, expected a multiple of the 4 ranks of "
+      "parallelism.context_parallel_degree";
   EXPECT_EQ(refused([] { check_cut(48, 4, 6); }), many);
   EXPECT_EQ(refused([] { head_tail(48, 4, 6); }), many);
   EXPECT_EQ(refused([] { by_work(48, 4, std::vector<double>(6, 1.0)); }), many);
   EXPECT_THAT(refused([] { check_cut(48, 4, 0); }), Says("found 0 parts"));
   EXPECT_THAT(refused([] { by_work(48, 4, {}); }), Says("found 0 parts"));
-  EXPECT_EQ(refused([] { head_tail(48, 4, 12); }),
-            "context parallelism by head and tail: found 12 parts of a row, expected a multiple of "
-            "8, a head and a tail for each of 4 ranks (parallelism.context_parallel_parts)");
+  EXPECT_EQ(
+      refused([] { head_tail(48, 4, 12); }),
+      "parallelism.context_parallel_parts: found 12, expected a multiple of 8, a head and a tail "
+      "of a row for each of context_parallel_degree = 4 ranks; change it, or leave it out");
 }
 
 }  // namespace
