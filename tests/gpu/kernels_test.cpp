@@ -115,6 +115,25 @@ TEST_P(OnCard, AttentionIsThatOfFp64ForwardAndBackward) {
       4);
 }
 
+TEST_P(OnCard, AttentionOfAPartIsThatOfFp64ForwardAndBackward) {
+  // 200 queries, the first at place 70 of 300 keys: some keys lie behind the last query.
+  const at::Tensor q = draw(1, {2, 4, 200, 4, 64}), keys = draw(2, {2, 4, 300, 64});
+  const at::Tensor values = draw(3, {2, 4, 300, 64}), grad = draw(4, {2, 200, 16 * 64});
+  TESSERA_COMPARE(
+      part_attention_forward, {q, keys, values, grad},
+      [](auto* f, const Tensors& in) {
+        const bool on_card = in[0].is_cuda();
+        auto [out, kept] = f(in[0], in[1], in[2], {}, {}, 70, kernels::kNoWindow, 0.125);
+        auto* backward =
+            on_card ? &kernels::part_attention_backward : &kernels::aten::part_attention_backward;
+        Tensors all{out};
+        add_to(all, backward(in[3], out, in[0], in[1], in[2], kept, {}, {}, 70, kernels::kNoWindow,
+                             0.125));
+        return all;
+      },
+      4);
+}
+
 TEST_P(OnCard, GatesAreThoseOfFp64) {
   const at::Tensor gate = draw(1, {300, 512}), up = draw(2, {300, 512}), grad = draw(3, {300, 512});
   TESSERA_COMPARE(swiglu, {gate, up}, [](auto* f, const Tensors& in) { return f(in[0], in[1]); });

@@ -14,6 +14,7 @@
 #include "sim/streams.h"
 #include "support/test.h"
 #include "tensors_of.h"
+#include "unit/nn/compare.h"
 
 namespace tessera::sim::kernels_test {
 namespace {
@@ -112,6 +113,36 @@ void gates(Comparison& comparison) {
   }
 }
 
+/// 4 queries, the first at place 3 of 9 keys: merely causal (flash attention, in 16 bits, of 7 of
+/// the keys), and of documents.
+void parts_of_attention(Comparison& comparison, at::ScalarType dtype) {
+  const at::Tensor q = drawn(1, {2, 2, 4, 3, 16}, dtype), keys = drawn(2, {2, 2, 9, 16}, dtype);
+  const at::Tensor values = drawn(3, {2, 2, 9, 8}, dtype), grad = drawn(4, {2, 4, 48}, dtype);
+  const at::Tensor starts = at::tensor({0, 2, 2, 6}, at::kLong).repeat({2, 1});
+  for (const auto& begins : {std::optional<at::Tensor>(), std::optional(starts)}) {
+    const auto attend = [&](auto* f, const Tensors& in) {
+      return f(in[0], in[1], in[2], in.size() > 3 ? std::optional(in[3]) : std::nullopt, {}, 3,
+               kernels::kNoWindow, 0.4);
+    };
+    Tensors given{q, keys, values};
+    if (begins) given.push_back(*begins);
+    TESSERA_COMPARE(part_attention_forward, given, attend);
+    Tensors all{grad, q, keys, values};
+    {
+      const test_hooks::Set as_on_device(test_hooks::kernels_of_devices, [] { return true; });
+      const auto [mixed, kept] = attend(&kernels::part_attention_forward, given);
+      all.push_back(mixed);
+      all.insert(all.end(), kept.begin(), kept.end());
+    }
+    if (begins) all.push_back(*begins);
+    TESSERA_COMPARE(part_attention_backward, all, [&](auto* f, const Tensors& in) {
+      const std::size_t kept = in.size() - 5 - (begins ? 1 : 0);
+      return f(in[0], in[4], in[1], in[2], in[3], at::TensorList(in).slice(5, kept),
+               begins ? std::optional(in.back()) : std::nullopt, {}, 3, kernels::kNoWindow, 0.4);
+    });
+  }
+}
+
 void attention(Comparison& comparison) {
   for (const auto dtype : kDtypes) {
     for (const std::int64_t of_values : {6, 8, 16}) {  // 8 and 16: flash attention, in 16 bits
@@ -137,6 +168,7 @@ void attention(Comparison& comparison) {
         return f(in[0], at::TensorList(in).slice(1), {}, {}, kernels::kNoWindow, 2, 3, 0.4);
       });
     }
+    parts_of_attention(comparison, dtype);
     TESSERA_COMPARE(cached_attention,
                     {drawn(5, {2, 2, 2, 3, 8}, dtype), drawn(6, {2, 2, 12, 8}, dtype),
                      drawn(7, {2, 2, 12, 6}, dtype)},
@@ -223,6 +255,31 @@ TEST(KernelsOnSim, TheWholeListHasItsBitsOfTheCpu) {
 #define TESSERA_LISTED(name) EXPECT_EQ(comparison.compared.count(#name), 1U) << #name;
   TESSERA_KERNELS(TESSERA_LISTED)
 #undef TESSERA_LISTED
+}
+
+// Property: flash attention of a part, with values shorter than keys and keys behind the part, is
+// that of ATen's operations. Bound: a few roundings to bf16 (unit/kernels/implementations_test.cpp).
+TEST(KernelsOnSim, FlashAttentionOfAPartIsThatOfAten) {
+  const auto dtype = at::kBFloat16;
+  const at::Tensor q = drawn(1, {2, 2, 40, 3, 16}, dtype), keys = drawn(2, {2, 2, 90, 16}, dtype);
+  const at::Tensor values = drawn(3, {2, 2, 90, 8}, dtype), grad = drawn(4, {2, 40, 48}, dtype);
+  const auto run = [&](auto* forward, auto* backward) {
+    const test_hooks::Set as_on_device(test_hooks::kernels_of_devices, [] { return true; });
+    const auto [mixed, kept] = forward(q, keys, values, {}, {}, 30, kernels::kNoWindow, 0.4);
+    EXPECT_EQ(kept.size(), forward == &kernels::aten::part_attention_forward
+                               ? 0
+                               : kernels::fused::kFlashKeptOfPart);
+    Tensors all{mixed};
+    add_to(all, backward(grad, mixed, q, keys, values, kept, {}, {}, 30, kernels::kNoWindow, 0.4));
+    return all;
+  };
+  const Tensors found = run(&kernels::part_attention_forward, &kernels::part_attention_backward);
+  const Tensors expected =
+      run(&kernels::aten::part_attention_forward, &kernels::aten::part_attention_backward);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(found[i].scalar_type(), expected[i].scalar_type());
+    nn::expect_close(found[i], expected[i], {4.0 / 256, 4.0 / 256}, "tensor " + std::to_string(i));
+  }
 }
 
 /// Returns the peak of the memory that a kernel takes in addition to its arguments.

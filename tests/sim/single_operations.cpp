@@ -64,6 +64,23 @@ at::Tensor laid_out_as(const at::Tensor& other, const at::Tensor& values) {
   return at::empty_like(other).copy_(values);
 }
 
+/// Adds zeros in front of the queries until there are as many as keys: the CPU's causal mask lets the
+/// first query see the first key, CUDA's the last one the last. Works on queries, their gradients,
+/// results [B, H, T, .] and sums [B, H, T].
+at::Tensor as_many_as(const at::Tensor& keys, const at::Tensor& of_queries) {
+  const std::int64_t missing = keys.size(2) - of_queries.size(2);
+  TORCH_CHECK(missing >= 0, "sim: flash attention has no keys for ", -missing, " queries");
+  if (missing == 0) return of_queries;
+  auto sizes = of_queries.sizes().vec();
+  sizes[2] = missing;
+  return at::cat({at::zeros(sizes, of_queries.options()), of_queries}, 2);
+}
+
+/// The inverse.
+at::Tensor last_of(const at::Tensor& padded, const at::Tensor& q) {
+  return padded.narrow(2, padded.size(2) - q.size(2), q.size(2));
+}
+
 at::Tensor for_every_query(const at::Tensor& keys, std::int64_t heads) {
   return keys.repeat_interleave(heads / keys.size(1), 1);
 }
@@ -75,10 +92,11 @@ FlashResults flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                    bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {
   check_flash(q, k, v, dropout);
   auto [mixed, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
-      q, for_every_query(k, q.size(1)), for_every_query(v, q.size(1)), 0.0, causal, {}, scale);
+      as_many_as(k, q), for_every_query(k, q.size(1)), for_every_query(v, q.size(1)), 0.0, causal,
+      {}, scale);
   const at::Tensor nothing = at::empty({0}, at::kLong);
-  return {laid_out_as(q, mixed),
-          log_sum,
+  return {laid_out_as(q, last_of(mixed, q)),
+          last_of(log_sum, q).contiguous(),
           at::Tensor(),
           at::Tensor(),
           q.size(2),
@@ -96,12 +114,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     std::optional<double> scale) {
   check_flash(q, k, v, dropout);
   auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      grad, q, for_every_query(k, q.size(1)), for_every_query(v, q.size(1)), out, log_sum, 0.0,
-      causal, {}, scale);
+      as_many_as(k, grad), as_many_as(k, q), for_every_query(k, q.size(1)),
+      for_every_query(v, q.size(1)), as_many_as(k, out), as_many_as(k, log_sum), 0.0, causal, {},
+      scale);
   const auto of_keys = [&](const at::Tensor& of_queries, const at::Tensor& keys) {
     return of_queries.unflatten(1, {keys.size(1), -1}).sum(2);
   };
-  return {laid_out_as(q, grad_q), laid_out_as(k, of_keys(grad_k, k)),
+  return {laid_out_as(q, last_of(grad_q, q)), laid_out_as(k, of_keys(grad_k, k)),
           laid_out_as(v, of_keys(grad_v, v))};
 }
 

@@ -255,8 +255,8 @@ void expect_equals_whole(const Outputs& parts, const Outputs& one_call) {
 
 // Property: in parts of whole blocks each query's result and gradient are those of one call, bit
 // for bit; the sums of keys' and values' gradients are as near to the truth. Naive: an own position
-// counted from the end of the keys; keys cut at the end of a part in which an image does not end; a part that writes
-// its product where a sum is due; partial sums rounded to bf16.
+// counted from the end of the keys; keys cut at a part's end inside an image; a part that writes its
+// product where a sum is due; partial sums rounded to bf16.
 TEST(PartAttention, PartsOfWholeBlocksAreTheWholeRow) {
   for (const Rows& r : all_rows()) {
     for (const auto dtype : dtypes_of(r)) {
