@@ -47,13 +47,21 @@ struct Label;
 struct P2PTag;
 }  // namespace tessera::comm
 
-namespace tessera::nn {
-enum class StatePart : std::uint8_t;
+namespace tessera::models {
+struct ModelInputs;
 }
 
+namespace tessera::nn {
+struct AttentionMask;
+struct ContextRows;
+struct Documents;
+enum class StatePart : std::uint8_t;
+}  // namespace tessera::nn
+
 namespace tessera::parallel {
+struct ContextSite;
 class Transition;
-}
+}  // namespace tessera::parallel
 
 namespace tessera::pipeline {
 struct Action;
@@ -211,6 +219,18 @@ inline constinit thread_local ThreadHook<void(const std::string& unit, const voi
 /// thread that runs the model.
 inline constinit thread_local ThreadHook<at::Tensor(nn::StatePart part, const at::Tensor& starts)>
     starts_of_state;
+/// Context parallelism, on the thread that runs the model. models/context/context_inputs.h: the rows
+/// that a forward goes by. nn/attention/context_attention.h: the mask of whole rows, which may be
+/// changed. parallel/context_exchange.h: what an exchange takes or gives, which may be changed.
+inline constinit thread_local ThreadHook<std::shared_ptr<const nn::ContextRows>(
+    const models::ModelInputs& batch, const std::shared_ptr<const nn::ContextRows>& rows)>
+    context_rows;
+inline constinit thread_local ThreadHook<void(nn::AttentionMask& mask,
+                                              const nn::Documents& documents)>
+    context_mask;
+inline constinit thread_local ThreadHook<void(const parallel::ContextSite& site,
+                                              std::vector<at::Tensor>& tensors)>
+    context_exchange;
 /// train/parallelize.h, on each rank: the parts that model_parts() has made, which may be changed,
 /// and the model that parallelize() has made of them.
 inline constinit Hook<void(const Mesh& mesh, train::ModelParts& parts)> made_parts;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
+#include "base/test_hooks.h"
 #include "grad/region.h"
 #include "parallel/collectives.h"
 #include "tessera/error.h"
@@ -108,6 +109,10 @@ Splits splits_of(const Axis& axis, const Size& size) {
   return splits;
 }
 
+void seen_by_tests(const ContextSite& site, std::vector<at::Tensor>& tensors) {
+  if (const auto* hook = test_hooks::context_exchange.get()) (*hook)(site, tensors);
+}
+
 }  // namespace
 
 std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
@@ -147,6 +152,7 @@ std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
       }
     });
   }
+  seen_by_tests({ContextSite::Kind::kGathered, axis, exchange.cut}, whole);
   return whole;
 }
 
@@ -181,8 +187,9 @@ PartSums::PartSums(const ContextExchange& exchange, const std::vector<at::Tensor
   filled_.pop_back();
 }
 
-void PartSums::add(int part, const std::vector<at::Tensor>& addends) {
+void PartSums::add(int part, std::vector<at::Tensor> addends) {
   const Axis& axis = exchange_.axis;
+  seen_by_tests({ContextSite::Kind::kAddends, axis, exchange_.cut, part}, addends);
   const Range& reach = exchange_.reach[static_cast<std::size_t>(part)];
   for (int to = 0; to < axis.size; ++to) {
     visit_common(exchange_.cut, to, reach, [&](const Place& place) {
@@ -228,6 +235,7 @@ std::vector<at::Tensor> PartSums::finish(Direction direction) {
         });
   }
   own_.clear();
+  seen_by_tests({ContextSite::Kind::kSums, axis, exchange_.cut}, sums_);
   return std::move(sums_);
 }
 
@@ -324,6 +332,7 @@ std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& own, const Axis&
       });
     }
   }
+  seen_by_tests({ContextSite::Kind::kHeads, axis, cut}, whole);
   return whole;
 }
 

@@ -33,6 +33,20 @@ struct ContextExchange {
   std::string where;
 };
 
+/// A place of test_hooks::context_exchange (base/test_hooks.h).
+struct ContextSite {
+  enum class Kind : std::uint8_t {
+    kGathered,  ///< what gather_reached gives
+    kAddends,   ///< what PartSums::add takes
+    kSums,      ///< what PartSums::finish gives
+    kHeads,     ///< what to_heads gives
+  };
+  Kind kind;
+  const Axis& axis;
+  const layout::ContextCut& cut;
+  int part = -1;  ///< of addends
+};
+
 /// own: [A, n, C] each, of one dtype -> [A, T, C], with values where the parts of this rank reach
 /// and zeros elsewhere. Bytes a rank sends: those of its rows that each other rank reaches.
 std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
@@ -48,7 +62,7 @@ class PartSums {
            at::ScalarType dtype);
   /// Adds a part's addends [A, size of its reach, C], one a result, in `dtype`. A rank adds its
   /// parts in ascending order, each once.
-  void add(int part, const std::vector<at::Tensor>& addends);
+  void add(int part, std::vector<at::Tensor> addends);
   /// Returns the sums [A, n, C]. Collective; must be called once, after all parts.
   std::vector<at::Tensor> finish(Direction direction = Direction::kBackward);
 

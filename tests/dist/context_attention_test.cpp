@@ -3,12 +3,17 @@
 // those of the whole row in fp64.
 #include "nn/attention/context_attention.h"
 
+#include <map>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <random>
 
+#include "base/test_hooks.h"
+#include "grad/region.h"
 #include "layout/context_cut.h"
 #include "nn/attention/attention.h"
+#include "parallel/context_exchange.h"
 #include "support/ranks.h"
 #include "support/test.h"
 
@@ -110,11 +115,17 @@ Found plain(const Mask& mask, std::int64_t positions, at::ScalarType dtype = at:
   return {result.detach(), t.q.grad(), t.k.grad(), t.v.grad(), t.sinks.grad()};
 }
 
-/// Over ranks with a cut; joined to whole rows, sinks summed.
-Found over_ranks(const Mask& mask, const layout::ContextCut& cut, ContextForm form) {
+using Exchange = std::function<void(const parallel::ContextSite&, std::vector<at::Tensor>&)>;
+
+/// Over ranks with a cut; joined to whole rows, sinks summed. `changed`: what exchanges do in
+/// addition.
+Found over_ranks(const Mask& mask, const layout::ContextCut& cut, ContextForm form,
+                 const Exchange& changed = {}) {
   Found found;
   std::mutex mutex;
   ranks(cut.ranks).run([&](World& world) {
+    std::optional<test_hooks::Set<decltype(test_hooks::context_exchange)>> changes;
+    if (changed) changes.emplace(test_hooks::context_exchange, changed);
     const auto mesh = world.mesh(MeshShape({{"ep", cut.ranks}}));
     const ContextRegion region{parallel::axis_of(mesh, "ep"), form, cut.parts()};
     const auto rows = context_rows(cut, region.axis.rank, at::kCPU);
@@ -197,6 +208,90 @@ TEST(ContextAttention, EveryFormIsTheWholeRowInFp64) {
       if (mask.sinks) EXPECT_LT(difference(found.sinks, truth.sinks), 2e-6);
     }
   }
+}
+
+/// In place of the sums of dK and dV, those of the same addends in the order that `order` gives for
+/// a rank. Of one call, whose parts all reach from key 0 on.
+class OtherOrder {
+ public:
+  using Order = std::function<std::vector<int>(const layout::ContextCut& cut, int rank)>;
+  explicit OtherOrder(Order order) : order_(std::move(order)) {}
+
+  void operator()(const parallel::ContextSite& site, std::vector<at::Tensor>& tensors) {
+    const std::lock_guard lock(mutex_);
+    if (site.kind == parallel::ContextSite::Kind::kAddends) {
+      for (const at::Tensor& one : tensors) addends_[site.part].push_back(one.clone());
+    } else if (site.kind == parallel::ContextSite::Kind::kSums) {
+      // All ranks have sent all of theirs.
+      for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i] = sum(site, tensors[i], i);
+    }
+  }
+
+ private:
+  at::Tensor sum(const parallel::ContextSite& site, const at::Tensor& like, std::size_t which) {
+    at::Tensor whole = at::zeros({like.size(0), site.cut.positions, like.size(2)}, like.options());
+    for (const int part : order_(site.cut, site.axis.rank)) {
+      const at::Tensor& addend = addends_.at(part).at(which);
+      whole.narrow(1, 0, addend.size(1)).add_(addend);
+    }
+    return whole.index_select(1, at::tensor(site.cut.places_of(site.axis.rank), at::kLong));
+  }
+
+  const Order order_;
+  std::mutex mutex_;
+  std::map<int, std::vector<at::Tensor>> addends_;
+};
+
+TEST(ContextAttention, AddendsInTheOrderOfTheirArrivalHaveOtherBits) {
+  const layout::ContextCut cut = layout::head_tail(8 * 24, 2, 8);
+  const Mask& causal = masks().front();
+  const auto run = [&](OtherOrder::Order order) {
+    OtherOrder sums(std::move(order));
+    return over_ranks(causal, cut, ContextForm::kGather, std::ref(sums));
+  };
+  const Found expected = over_ranks(causal, whole_cut(8 * 24, 8), ContextForm::kGather);
+  expect_same(run([](const layout::ContextCut& all, int) {
+                std::vector<int> parts(static_cast<std::size_t>(all.parts()));
+                std::iota(parts.begin(), parts.end(), 0);
+                return parts;
+              }),
+              expected);
+  // A rank has its own addends first.
+  const Found found = run([](const layout::ContextCut& all, int rank) {
+    std::vector<int> parts = all.parts_of(rank);
+    const std::vector<int> others = all.parts_of(1 - rank);
+    parts.insert(parts.end(), others.begin(), others.end());
+    return parts;
+  });
+  EXPECT_TRUE(same_bits(found.result, expected.result));
+  EXPECT_FALSE(same_bits(found.k, expected.k));
+  EXPECT_FALSE(same_bits(found.v, expected.v));
+}
+
+/// Notes why what is recorded cannot be replayed.
+struct Reasons : grad::Recording {
+  void gradient(grad::GradSink& /*sink*/, grad::SlotId /*slot*/,
+                const at::Tensor& /*raw*/) override {}
+  void deferred(grad::GradSink& /*sink*/, grad::SlotId /*slot*/,
+                const grad::Product& /*product*/) override {}
+  void keep(const at::Tensor& /*value*/, grad::CheckpointRun /*run*/) override {}
+  void refuse(std::string_view why) override { all.emplace_back(why); }
+  std::vector<std::string> all;
+};
+
+TEST(ContextAttention, ARegionThatHoldsTheGatherIsNotReplayed) {
+  ranks(2).run([](World& world) {
+    const auto mesh = world.mesh(MeshShape({{"ep", 2}}));
+    const ContextRegion region{parallel::axis_of(mesh, "ep"), ContextForm::kGather, 4};
+    const auto rows = context_rows(layout::head_tail(32, 2, 4), region.axis.rank, at::kCPU);
+    const Tensors t = tensors(16);
+    Reasons reasons;
+    {
+      const grad::RecordingScope recorded(&reasons);
+      context_attention({t.q, t.k, t.v}, 0.3, {}, Scores::kOfInputs, region, {{}, rows});
+    }
+    EXPECT_THAT(reasons.all, ::testing::Contains("attention over ranks of a context region"));
+  });
 }
 
 }  // namespace

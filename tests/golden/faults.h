@@ -18,10 +18,14 @@ inline constexpr const char* kLlama4 = "llama4-text-fp32";
 inline constexpr const char* kGemma = "gemma4-fp32";
 inline constexpr const char* kHybrid = "qwen3-next-fp32";
 inline constexpr const char* kMamba = "nemotron-h-fp32";
+inline constexpr const char* kDense = "llama-fp32";
+inline constexpr const char* kWindows = "mistral-fp32";
+inline constexpr const char* kLearned = "gpt2-fp32";  ///< learned positions, all heads have keys
 
 enum class CaughtBy : std::uint8_t {
   kSharding,    ///< refused when the model is sharded, naming the parameter
   kTransition,  ///< refused in the first forward, by the shape of a part
+  kStep,        ///< refused in the step, by what ranks say of their rows
   kInvariance,  ///< check_invariant_gradients, on the first step
   kGradients,   ///< the comparison with the unsharded model alone
   kNorm,        ///< the same of the gradient norm; every gradient is right
@@ -38,6 +42,8 @@ enum class Setting : std::uint8_t {
   kBalanceByRows,  ///< the same, a micro-batch a row
   kAdapters,       ///< of kQwen's experts, trained a little, on the frozen model
   kPacked,         ///< rows of several documents
+  kRouting,        ///< experts that the batch brings
+  kDropout,        ///< of the inputs of kDense's adapters
 };
 /// The first call with kAdapters trains them, with threads as ranks: it may not run on a rank's
 /// thread.
@@ -56,8 +62,9 @@ struct Fault {
   std::string named;  ///< in the refusal, or part of a name that is found
   Setting setting = Setting::kPlain;
   bool losses_are_right = false;  ///< of the step itself: the fault is in backward alone
+  int number = 0;                 ///< of faults of context parallelism
 };
-/// Its line of docs/layouts.md.
+/// Its line of docs/layouts.md, of faults with a number of docs/context.md.
 std::string table_row(const Fault& fault);
 std::ostream& operator<<(std::ostream& out, const Fault& fault);
 
@@ -69,11 +76,16 @@ struct Ground {
 };
 std::string to_string(const Ground& ground);
 std::ostream& operator<<(std::ostream& out, const Ground& ground);
-/// The grounds of all faults, each once.
-std::vector<Ground> all_grounds();
+/// The grounds of these faults, each once.
+std::vector<Ground> grounds_of(const std::vector<Fault>& faults);
 
 const std::vector<Fault>& all_faults();
-// Its parts, by what is wrong.
+/// Those of context parallelism, whose table is in docs/context.md.
+std::vector<Fault> faults_of_context();
+/// The lines of that table for faults that have tests of their own: context_faults_test.cpp,
+/// ../dist/context_attention_test.cpp.
+std::vector<std::string> other_rows_of_context();
+// Parts of all_faults(), by what is wrong.
 std::vector<Fault> faults_of_declarations();
 std::vector<Fault> faults_of_transitions();
 std::vector<Fault> faults_of_sums();

@@ -112,7 +112,7 @@ TEST_P(InjectedFault, IsCaughtWhereTheTableSaysAndNamed) {
     return;
   }
   ASSERT_EQ(found.refusal, "");
-  if (fault.caught_by == CaughtBy::kTransition) {
+  if (fault.caught_by == CaughtBy::kTransition || fault.caught_by == CaughtBy::kStep) {
     EXPECT_NE(found.forward_refusal.find(fault.named), std::string::npos) << found.forward_refusal;
     return;
   }
@@ -189,15 +189,32 @@ TEST(InjectedFaults, TheTableOfTheDocumentationIsThisList) {
       12);
 }
 
-INSTANTIATE_TEST_SUITE_P(Each, SoundLayout, ::testing::ValuesIn(all_grounds()),
-                         [](const auto& each) {
-                           std::string name = to_string(each.param);
-                           std::erase_if(name, [](char c) { return c == ',' || c == '-'; });
-                           std::ranges::replace(name, ' ', '_');
-                           return name;
-                         });
-INSTANTIATE_TEST_SUITE_P(Each, InjectedFault, ::testing::ValuesIn(all_faults()),
-                         [](const auto& each) { return each.param.test; });
+TEST(InjectedFaults, TheTableOfContextParallelismIsItsList) {
+  auto found = table_of(read_file(TESSERA_SOURCE "/docs/context.md"), "Injected faults");
+  std::vector<std::string> rows = other_rows_of_context();
+  for (const Fault& fault : faults_of_context()) rows.push_back(table_row(fault));
+  EXPECT_EQ(rows.size(), 36U);
+  std::ranges::sort(found);
+  std::ranges::sort(rows);
+  EXPECT_EQ(more(rows, found), std::vector<std::string>{}) << "not in the table";
+  EXPECT_EQ(more(found, rows), std::vector<std::string>{}) << "in the table alone";
+}
+
+std::string name_of_ground(const ::testing::TestParamInfo<Ground>& each) {
+  std::string name = to_string(each.param);
+  std::erase_if(name, [](char c) { return c == ',' || c == '-'; });
+  std::ranges::replace(name, ' ', '_');
+  return name;
+}
+std::string name_of_fault(const ::testing::TestParamInfo<Fault>& each) { return each.param.test; }
+
+INSTANTIATE_TEST_SUITE_P(Each, SoundLayout, ::testing::ValuesIn(grounds_of(all_faults())),
+                         name_of_ground);
+INSTANTIATE_TEST_SUITE_P(Each, InjectedFault, ::testing::ValuesIn(all_faults()), name_of_fault);
+INSTANTIATE_TEST_SUITE_P(Context, SoundLayout, ::testing::ValuesIn(grounds_of(faults_of_context())),
+                         name_of_ground);
+INSTANTIATE_TEST_SUITE_P(Context, InjectedFault, ::testing::ValuesIn(faults_of_context()),
+                         name_of_fault);
 
 }  // namespace
 }  // namespace tessera::golden::faults_test

@@ -60,6 +60,43 @@ class ChangedBatches : public train::BatchSource {
   std::function<void(train::MicroBatch&)> change_;
 };
 
+/// A place of this thread, where there is a function for it.
+template <class Place>
+class MaySet {
+ public:
+  MaySet(Place& place, const typename Place::Function& function) {
+    if (function) set_.emplace(place, function);
+  }
+
+ private:
+  std::optional<test_hooks::Set<Place>> set_;
+};
+
+/// The micro-batches of a rank's thread are changed while it lives.
+thread_local const ContextStandIn* context_here = nullptr;
+
+class ContextHere {
+ public:
+  explicit ContextHere(const ContextStandIn& context)
+      : rows_(test_hooks::context_rows, context.rows),
+        mask_(test_hooks::context_mask, context.mask),
+        exchange_(test_hooks::context_exchange, context.exchange) {
+    context_here = &context;
+  }
+  ~ContextHere() { context_here = nullptr; }
+  ContextHere(const ContextHere&) = delete;
+  ContextHere& operator=(const ContextHere&) = delete;
+
+ private:
+  MaySet<decltype(test_hooks::context_rows)> rows_;
+  MaySet<decltype(test_hooks::context_mask)> mask_;
+  MaySet<decltype(test_hooks::context_exchange)> exchange_;
+};
+
+void change_batch(const Mesh& /*mesh*/, const train::MicroBatch& batch) {
+  if (context_here != nullptr && context_here->batch) context_here->batch(batch);
+}
+
 /// The model of one rank, sharded, after its step.
 class RankOfStep {
  public:
@@ -129,6 +166,8 @@ class RankOfStep {
       backward.emplace(test_hooks::transition_backward, transitions->backward);
     }
     if (sums) sum.emplace(test_hooks::rank_sum, sums->way);
+    const auto context = changes_.context ? changes_.context(rank) : ContextStandIn();
+    const ContextHere here(context);
     std::optional<test_hooks::Set<decltype(test_hooks::starts_of_state)>> starts;
     if (changes_.starts) {
       starts.emplace(test_hooks::starts_of_state,
@@ -192,6 +231,7 @@ void for_parameters(const RankParts& rank, std::string_view ending, F&& act) {
 Step run_step(const std::string& folder, const Degrees& degrees, const Changes& changes) {
   std::vector<Step> steps(static_cast<std::size_t>(degrees.ranks()));
   std::atomic<int> acted = 0;
+  const test_hooks::Set batches(test_hooks::took_micro_batch, change_batch);
   test::ranks(degrees.ranks()).run([&](World& world) {
     at::set_num_threads(1);  // how many there are must not decide how sums are split
     steps[static_cast<std::size_t>(world.rank())] =

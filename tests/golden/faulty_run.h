@@ -15,8 +15,12 @@
 #include <vector>
 
 #include "golden/degrees.h"
+#include "models/language_model.h"
 #include "models/model_spec.h"
+#include "nn/attention/masked_attention.h"
+#include "nn/context_region.h"
 #include "nn/state/state_part.h"
+#include "parallel/context_exchange.h"
 #include "parallel/transition.h"
 #include "train/parallelize.h"
 #include "train/step.h"
@@ -37,6 +41,16 @@ struct SumStandIn {
   using Way = std::function<std::vector<double>(train::RankSum, const Values&)>;
   explicit SumStandIn(Way instead) : way(std::move(instead)) {}
   Way way;
+};
+
+/// In the places of context parallelism (base/test_hooks.h); none = nothing is changed.
+struct ContextStandIn {
+  using Rows = std::shared_ptr<const nn::ContextRows>;
+  /// Writes to the tensors of a micro-batch that the rank is about to cut.
+  std::function<void(const train::MicroBatch&)> batch = {};
+  std::function<Rows(const models::ModelInputs&, const Rows&)> rows = {};
+  std::function<void(nn::AttentionMask&, const nn::Documents&)> mask = {};
+  std::function<void(const parallel::ContextSite&, std::vector<at::Tensor>&)> exchange = {};
 };
 
 /// The parts of a rank before its model is sharded.
@@ -62,6 +76,7 @@ struct Changes {
   std::function<void(train::MicroBatch&)> batch = {};
   /// In place of the starts of documents that a part of a layer with a state goes by.
   std::function<at::Tensor(nn::StatePart, const at::Tensor&)> starts = {};
+  std::function<ContextStandIn(const RankParts&)> context = {};
 };
 
 struct Step {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "base/test_hooks.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -15,7 +16,9 @@ std::shared_ptr<const nn::ContextRows> context_rows(const ModelInputs& batch,
   TESSERA_CHECK(cut.positions == positions && cut.ranks == region.axis.size, ErrorKind::kFormat,
                 "context parallelism: found a cut of ", to_string(cut), " for rows of ", positions,
                 " positions over ", region.axis.size, " ranks, expected one of these rows");
-  return nn::context_rows(std::move(cut), region.axis.rank, batch.input_ids.device());
+  auto rows = nn::context_rows(std::move(cut), region.axis.rank, batch.input_ids.device());
+  const auto* hook = test_hooks::context_rows.get();
+  return hook != nullptr ? (*hook)(batch, rows) : rows;
 }
 
 namespace {

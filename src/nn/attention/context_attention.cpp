@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/first_derivative.h"
+#include "base/test_hooks.h"
 #include "grad/region.h"
 #include "kernels/kernels.h"
 #include "kernels/on_cpu.h"
@@ -340,6 +341,11 @@ at::Tensor over_heads(const AttentionHeads& heads, const ContextRegion& region,
 
 namespace {
 
+AttentionMask seen_by_tests(AttentionMask mask, const Documents& documents) {
+  if (const auto* hook = test_hooks::context_mask.get()) (*hook)(mask, documents);
+  return mask;
+}
+
 at::Tensor by_parts(const AttentionHeads& heads, double scale, const AttentionMask& mask,
                     Scores scores, KeysGiven keys, const ContextRegion& region,
                     const Documents& documents) {
@@ -357,12 +363,13 @@ at::Tensor context_attention(const AttentionHeads& heads, double scale, const At
                              Scores scores, const ContextRegion& region,
                              const Documents& documents) {
   if (documents.context == nullptr) return attention_of_rows(heads, scale, mask, scores);
+  const AttentionMask seen = seen_by_tests(mask, documents);
   if (region.form == ContextForm::kHeads) {
     return over_heads(heads, region, *documents.context, [&](const AttentionHeads& all) {
-      return attention_of_rows(all, scale, of_own_heads(mask, region), scores);
+      return attention_of_rows(all, scale, of_own_heads(seen, region), scores);
     });
   }
-  return by_parts(heads, scale, mask, scores, KeysGiven::kOwn, region, documents);
+  return by_parts(heads, scale, seen, scores, KeysGiven::kOwn, region, documents);
 }
 
 at::Tensor attention_to_whole(const AttentionHeads& heads, double scale, const AttentionMask& mask,
