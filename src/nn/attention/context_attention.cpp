@@ -255,7 +255,7 @@ struct PartAttentionFunction : torch::autograd::Function<PartAttentionFunction> 
     return {sums[0].to(k.scalar_type()).view(k.sizes()),
             sums[1]
                 .to(v.scalar_type())
-                .view({k.size(0), k.size(1), k.size(2), -1})
+                .view({k.size(0), k.size(1), k.size(2), v.size(2) / k.size(1)})
                 .transpose(1, 2)
                 .reshape(v.sizes())};
   }
@@ -314,8 +314,7 @@ AttentionMask of_own_heads(AttentionMask mask, const ContextRegion& region) {
 at::Tensor attention_of_rows(const AttentionHeads& heads, double scale, const AttentionMask& mask,
                              Scores scores) {
   if (scores == Scores::kOfInputs) return causal_attention(heads.q, heads.k, heads.v, scale, mask);
-  const at::Tensor values =
-      heads.v.reshape({heads.q.size(0), heads.q.size(2), heads.q.size(1), -1}).transpose(1, 2);
+  const at::Tensor values = heads.v.unflatten(2, {heads.q.size(1), -1}).transpose(1, 2);
   return windowed_attention(heads.q, heads.k.squeeze(3), values, mask, scale);
 }
 
