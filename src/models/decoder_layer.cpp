@@ -168,7 +168,9 @@ std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::Tenso
 
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope)
-    : number_(number), is_alone_(sizes.axes.shares_no_layer()) {
+    : number_(number),
+      is_alone_(sizes.axes.shares_no_layer()),
+      feeds_alone_(sizes.axes.tensor.size() == 1) {
   const bool one_part = spec.has_one_part();
   if (!spec.sees_nothing(number)) {
     const char* name = spec.is_linear(number) ? "linear_attn" : "self_attn";
@@ -263,6 +265,12 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
   };
   const Tensors halves =
       is_alone_ ? grad::in_region(*this, "attention", inputs, attention) : attention(inputs);
+  if (mlp_ && feeds_alone_) {
+    const auto behind = [this](const Tensors& in) {
+      return feed_forward(in[0], in[1], {}).tensors();
+    };
+    return Output::of(grad::in_region(*this, "feed-forward", halves, behind));
+  }
   return feed_forward(halves[0], halves[1], request);
 }
 

@@ -83,7 +83,8 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   std::shared_ptr<nn::RmsNorm> before_attention_, after_attention_;
   std::shared_ptr<nn::RmsNorm> before_feed_forward_, after_feed_forward_;
   std::optional<double> addend_factor_;  // of what each half adds to the stream; none: 1
-  bool is_alone_;  // ModelAxes::shares_no_layer: it communicates only for its experts
+  bool is_alone_;     // ModelAxes::shares_no_layer: it communicates only for its experts
+  bool feeds_alone_;  // the same of its feed-forward: ranks of cp share attention alone
 };
 
 }  // namespace tessera::models
