@@ -50,8 +50,6 @@ constexpr double kSumBound = 1e-5;
 /// Each rank rounds the sum of its tokens' losses to fp32, and one rank that of all.
 constexpr double kLossOfRanks = 2 * 0x1p-24;
 
-bool has_state(const ModelSpec& spec) { return spec.delta_net || spec.mamba; }
-
 /// fp32 folders whose layers pass no state along the row.
 std::vector<std::string> folders_of_rows() {
   std::vector<std::string> all = all_folders();

@@ -41,18 +41,12 @@ std::vector<Degrees> layouts_of(Experts experts) {
   return all;
 }
 
-bool has_state(const models::ModelSpec& spec) { return spec.delta_net || spec.mamba; }
-
 /// What a layout of the folder is refused for; empty: it goes.
 std::string refusal(const std::string& folder, const Degrees& degrees) {
   const models::ModelSpec spec = spec_of(folder);
   if (has_state(spec)) return "state is not passed";
   if (heads_of(folder) % degrees.tp != 0) return undivided_heads(folder, degrees.tp);
-  std::vector<std::int64_t> groups{spec.mla ? spec.num_attention_heads : spec.num_key_value_heads};
-  if (spec.gemma4) {
-    for (const auto& layer : spec.gemma4->layers) groups.push_back(layer.num_key_value_heads);
-  }
-  for (const std::int64_t heads : groups) {
+  for (const std::int64_t heads : kv_heads_of(folder)) {
     if (degrees.form == kHeads && heads % (degrees.cp * degrees.tp) != 0) {
       return "context_parallel_form";
     }

@@ -124,6 +124,17 @@ std::int64_t heads_of(const std::string& folder) {
                                                        : spec.num_attention_heads;
 }
 
+std::vector<std::int64_t> kv_heads_of(const std::string& folder) {
+  const models::ModelSpec spec = spec_of(folder);
+  std::vector<std::int64_t> heads{spec.mla ? spec.num_attention_heads : spec.num_key_value_heads};
+  if (spec.gemma4) {
+    for (const auto& layer : spec.gemma4->layers) heads.push_back(layer.num_key_value_heads);
+  }
+  return heads;
+}
+
+bool has_state(const models::ModelSpec& spec) { return spec.delta_net || spec.mamba; }
+
 train::Config config_for(const std::string& folder, const Degrees& d) {
   auto config = config_for(layout_of(d));
   train::set_parallelism(config, d);

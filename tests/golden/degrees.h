@@ -39,6 +39,10 @@ models::ModelSpec spec_of(const std::string& folder);
 Experts experts_of(const std::string& folder);
 /// Which tp has to divide.
 std::int64_t heads_of(const std::string& folder);
+/// Those of keys and values, of each kind of layers; the form kHeads shares them out.
+std::vector<std::int64_t> kv_heads_of(const std::string& folder);
+/// Whether layers have a recurrent state, which ranks of cp do not pass.
+bool has_state(const models::ModelSpec& spec);
 /// The first size that this tp does not divide, as the refusal names it.
 std::string undivided_heads(const std::string& folder, int tp);
 

@@ -45,6 +45,60 @@ TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayer
   }
 }
 
+// ------------------------------------------------------------------------ context parallelism
+
+std::vector<std::string> attending_folders() {
+  std::vector<std::string> all = all_folders();
+  std::erase_if(all, [](const std::string& folder) {
+    return folder.ends_with("-mixed") || has_state(spec_of(folder));
+  });
+  return all;
+}
+
+/// Whether the ranks can share out the heads of keys and values.
+bool has_heads_for(const std::string& folder, const Degrees& degrees) {
+  for (const std::int64_t heads : kv_heads_of(folder)) {
+    if (heads % (degrees.cp * degrees.tp) != 0) return false;
+  }
+  return heads_of(folder) % degrees.tp == 0;
+}
+
+std::vector<Degrees> context_degrees(const std::string& folder) {
+  constexpr auto kHeads = ContextForm::kHeads;
+  std::vector<Degrees> all{{.cp = 2}, {.cp = 2, .form = kHeads}, {.tp = 2, .cp = 2}};
+  if (experts_of(folder) == Experts::kSome) {
+    all.push_back({.ep = 2, .cp = 2});
+    all.push_back({.ep = 2, .cp = 2, .form = kHeads});
+  }
+  std::erase_if(all, [&](const Degrees& each) {
+    if (each.form == kHeads) return !has_heads_for(folder, each);
+    return heads_of(folder) % each.tp != 0;
+  });
+  return all;
+}
+
+// Naive: a stage without the embedding or the head takes whole rows for those of its border; in
+// ./test --all a kind and a layout a folder, each in turn.
+TEST(PipelineOfContext, EveryFolderIsTransformersWhereRanksShareRowsToo) {
+  const auto folders = attending_folders();
+  std::size_t turn = 0;
+  for (const std::string& folder : folders) {
+    const auto kinds = kinds_of_folder(folder);
+    const auto all = context_degrees(folder);
+    const std::size_t cases = kinds.size() * all.size();
+    for (std::size_t i = 0; i < (test::full_proof() ? cases : 1); ++i, ++turn) {
+      const std::size_t kind = test::full_proof() ? i / all.size() : turn % kinds.size();
+      const std::size_t degrees = test::full_proof() ? i % all.size() : (turn / 2) % all.size();
+      const PipelineCase c{.folder = folder,
+                           .schedule = kinds[kind],
+                           .degrees = all[degrees],
+                           .recompute = kModes[turn % std::size(kModes)],
+                           .reshard = kReshard[turn % std::size(kReshard)]};
+      EXPECT_NO_THROW(expect_transformers(c, kinds[kind] == "DualPipeV" ? 4 : 2));
+    }
+  }
+}
+
 // Later families with every layout: above they are alone.
 
 const std::vector<std::string>& later_folders() {
@@ -62,7 +116,7 @@ const std::vector<std::string>& later_kinds() {
 }
 
 const std::vector<Degrees>& later_degrees() {
-  static const std::vector<Degrees> few{{.shard = 2}, {.tp = 2}};
+  static const std::vector<Degrees> few{{.shard = 2}, {.tp = 2}, {.cp = 2}};
   static const std::vector<Degrees> all{{},
                                         {.shard = 2},
                                         {.replicate = 2},
@@ -70,7 +124,10 @@ const std::vector<Degrees>& later_degrees() {
                                         {.tp = 2},
                                         {.tp = 2, .sequence = false},
                                         {.tp = 2, .ep = 2},
-                                        {.tp = 2, .etp = 2}};
+                                        {.tp = 2, .etp = 2},
+                                        {.cp = 2},
+                                        {.ep = 2, .cp = 2},
+                                        {.tp = 2, .cp = 2}};
   return test::full_proof() ? all : few;
 }
 
@@ -87,6 +144,7 @@ PipelineCase later_case(const test::Choice& choice) {
 
 bool is_later_case(const PipelineCase& c) {
   const bool of_experts = c.degrees.ep > 1 || c.degrees.etp > 1;
+  if (c.degrees.cp > 1 && has_state(spec_of(c.folder))) return false;
   if (of_experts && experts_of(c.folder) == Experts::kNone) return false;
   if (heads_of(c.folder) % c.degrees.tp != 0) return false;
   return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= spec_of(c.folder).num_hidden_layers;

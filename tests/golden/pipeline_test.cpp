@@ -41,7 +41,13 @@ namespace {
 const std::string kEightLayers = "qwen3-moe of 8 layers";
 const std::vector<std::string> kUntied{"qwen3-fp32",       "qwen3-moe-fp32", "gpt-oss-fp32",
                                        "deepseek-v2-fp32", "mistral-fp32",   kEightLayers};
-const std::vector<Degrees> kDegrees{{}, {.shard = 2}, {.shard = 2, .ep = 2}, {.tp = 2}};
+const std::vector<Degrees> kDegrees{{},
+                                    {.shard = 2},
+                                    {.shard = 2, .ep = 2},
+                                    {.tp = 2},
+                                    {.cp = 2},
+                                    {.cp = 2, .form = ContextForm::kHeads},
+                                    {.ep = 2, .cp = 2}};
 constexpr bool kBFloat16[] = {false, true};
 constexpr int kMicroBatches = 8;
 
