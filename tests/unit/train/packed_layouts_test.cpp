@@ -47,16 +47,18 @@ struct Documents {
 };
 
 /// Draws the documents of a data rank: the same lengths on all, so that all run as many documents.
-Documents drawn(std::uint64_t seed, int data_rank, std::int64_t vocabulary) {
+/// Lengths are multiples of `unit`, so that each can be cut alone, too: by tp, and into two parts
+/// for each rank of cp.
+Documents drawn(std::uint64_t seed, int data_rank, std::int64_t vocabulary, std::int64_t unit = 2) {
   auto lengths = at::make_generator<at::CPUGeneratorImpl>(seed);
   auto tokens =
       at::make_generator<at::CPUGeneratorImpl>(seed + 100 + static_cast<unsigned>(data_rank));
   Documents documents;
   std::vector<at::Tensor> starts;
   for (std::int64_t begin = 0; begin < kPositions;) {
-    // Even lengths: sequence parallelism cuts each document alone, too.
     const auto length = std::min<std::int64_t>(
-        kPositions - begin, 2 * at::randint(1, 10, {1}, lengths, at::kLong).item<std::int64_t>());
+        kPositions - begin,
+        unit * at::randint(1, 2 + 16 / unit, {1}, lengths, at::kLong).item<std::int64_t>());
     starts.push_back(at::full({1, length}, begin, at::kLong));
     documents.lengths.push_back(length);
     begin += length;
@@ -87,11 +89,24 @@ std::vector<at::Tensor> gradients_of(Model& model,
   return gradients;
 }
 
-std::vector<at::Tensor> packed_gradients(Model& model, const Documents& documents) {
+/// Parts of a row by the pairs of query and key in them, as data of packed rows are cut.
+layout::ContextCut cut_by_work(const Documents& documents, const ParallelDims& dims) {
+  std::vector<double> work(static_cast<std::size_t>(dims.context_parts), 0.0);
+  const std::int64_t size = kPositions / dims.context_parts;
+  const auto* starts = documents.starts.const_data_ptr<std::int64_t>();
+  for (std::int64_t place = 0; place < kPositions; ++place) {
+    work[static_cast<std::size_t>(place / size)] += static_cast<double>(place - starts[place] + 1);
+  }
+  return layout::by_work(kPositions, dims.cp, work);
+}
+
+std::vector<at::Tensor> packed_gradients(Model& model, const Documents& documents,
+                                         std::optional<layout::ContextCut> cut = {}) {
   models::ModelInputs inputs;
   inputs.input_ids = documents.ids;
   inputs.targets = documents.ids;
   inputs.documents.starts = documents.starts;
+  inputs.cut = std::move(cut);
   return gradients_of(model, {inputs});
 }
 
@@ -185,6 +200,30 @@ std::vector<Layout> drawn_layouts() {
   return drawn;
 }
 
+/// One of each family: both forms, and with other axes.
+std::vector<Layout> context_layouts() {
+  constexpr auto kHeads = ContextForm::kHeads;
+  const std::vector<ParallelDims> of_all{{.cp = 2, .context_parts = 4},
+                                         {.cp = 4, .context_parts = 8},
+                                         {.cp = 2, .context_form = kHeads, .context_parts = 4},
+                                         {.dp_shard = 2, .cp = 2, .context_parts = 4},
+                                         {.cp = 2, .tp = 2, .context_parts = 4}};
+  const ParallelDims of_experts{.cp = 2, .ep = 2, .context_parts = 4};
+  std::vector<Layout> all;
+  for (const Family& family : families()) {
+    if (family.name == "qwen3-5-text" || family.name == "qwen3-next" ||
+        family.name == "nemotron-h") {
+      continue;  // ranks of cp do not pass states
+    }
+    const std::size_t number = all.size();
+    const auto mode = static_cast<RecomputeMode>(number % 3);
+    const bool shares_experts = family.has_experts && number % 2 == 0;
+    all.push_back({case_name("context", number, family.name), family.name,
+                   shares_experts ? of_experts : of_all[number % of_all.size()], mode});
+  }
+  return all;
+}
+
 class PackedLayouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(PackedLayouts, GradientsAreThoseOfTheDocumentsAlone) {
@@ -195,12 +234,19 @@ TEST_P(PackedLayouts, GradientsAreThoseOfTheDocumentsAlone) {
   on_ranks(layout.dims.world_size(), [&](World& world) {
     const ParallelDims dims = resolve_parallelism(config.parallelism, world.size());
     auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
+    const std::int64_t unit = dims.cp == 1 ? 2 : dims.context_parts * std::int64_t{dims.tp};
     for (const std::uint64_t seed : {1U, 2U}) {
-      const Documents documents = drawn(seed, data_rank(model->mesh()), source.spec.vocab_size);
-      const auto packed = packed_gradients(model, documents);
-      EXPECT_LT(relative_error(packed, gradients_alone(model, documents)), kBound)
-          << layout.name << " on " << to_string(mesh_shape(dims)) << ", recomputed "
-          << static_cast<int>(layout.mode) << ", documents " << seed << ", rank " << world.rank();
+      const Documents documents =
+          drawn(seed, data_rank(model->mesh()), source.spec.vocab_size, unit);
+      std::vector<std::optional<layout::ContextCut>> cuts{std::nullopt};  // head and tail
+      if (dims.cp > 1) cuts.emplace_back(cut_by_work(documents, dims));
+      const auto alone = gradients_alone(model, documents);
+      for (const auto& cut : cuts) {
+        EXPECT_LT(relative_error(packed_gradients(model, documents, cut), alone), kBound)
+            << layout.name << " on " << to_string(mesh_shape(dims)) << ", recomputed "
+            << static_cast<int>(layout.mode) << ", documents " << seed << ", rank " << world.rank()
+            << (cut ? to_string(*cut) : "");
+      }
     }
   });
 }
@@ -224,6 +270,9 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& one) { return one.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Drawn, PackedLayouts, ::testing::ValuesIn(drawn_layouts()),
+                         [](const auto& one) { return one.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Context, PackedLayouts, ::testing::ValuesIn(context_layouts()),
                          [](const auto& one) { return one.param.name; });
 
 // Phi-4-mini's longrope: rows of at most 16 positions turn otherwise than longer ones. Documents of
@@ -401,6 +450,15 @@ TEST_P(LayoutsWithFillers, LoadsOverAllRanksAreThoseOfOneRankAndOfNoFiller) {
 
 INSTANTIATE_TEST_SUITE_P(Dealt, LayoutsWithFillers, ::testing::ValuesIn(layouts_with_fillers()),
                          [](const auto& one) { return one.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(
+    Context, LayoutsWithFillers,
+    ::testing::Values(
+        Layout{"qwen3_moe_cp", "qwen3-moe", {.cp = 2, .context_parts = 4}},
+        Layout{"mixtral_cp_ep", "mixtral", {.cp = 2, .ep = 2, .context_parts = 4}},
+        Layout{"gpt_oss_cp_tp", "gpt-oss", {.cp = 2, .tp = 2, .context_parts = 4}},
+        Layout{"deepseek_dp_cp", "deepseek-v2", {.dp_shard = 2, .cp = 2, .context_parts = 4}}),
+    [](const auto& one) { return one.param.name; });
 
 // Borders are data: a region that was recorded with others is replayed.
 TEST(PackedReplays, RegionsAreReplayedWithOtherBordersAndTheSameBits) {
