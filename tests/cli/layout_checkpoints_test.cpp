@@ -52,14 +52,16 @@ const std::vector<Journey> kJourneys{
     // Two key heads of its layers with a state: tp 4 has none for each rank.
     {"qwen3-next-fp32", kMomentum, {{.tp = 2, .ep = 2}, kExperts, {.replicate = 2, .tp = 2}}},
     // And two groups of heads.
-    {"nemotron-h-fp32", kMomentum, {kExperts, {.tp = 2, .ep = 2}, {.replicate = 2, .tp = 2}}}};
+    {"nemotron-h-fp32", kMomentum, {kExperts, {.tp = 2, .ep = 2}, {.replicate = 2, .tp = 2}}},
+    // Positions of the same rows, and those of other ranks behind the checkpoint.
+    {"mixtral-fp32", kAdamW, {{.ep = 2, .cp = 2}, kOneRank, {.tp = 2, .cp = 2}}}};
 
 /// The last ones of legs, whose exports are compared: in ./test --all of each journey another
 /// leg's.
 std::vector<int> steps_of(const Journey& journey) {
   const auto is_it = [&](const Journey& one) { return one.folder == journey.folder; };
   const auto number = std::ranges::find_if(kJourneys, is_it) - kJourneys.begin();
-  return test::in_turn(std::vector{2, 4, 6}, 3, std::vector{0L, 1L, 2L, 3L, 4L}, number);
+  return test::in_turn(std::vector{2, 4, 6}, 3, std::vector{0L, 1L, 2L, 3L, 4L, 5L}, number);
 }
 
 class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {

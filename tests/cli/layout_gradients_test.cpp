@@ -32,7 +32,7 @@ Gradients gradients(const std::string& name, const ProcessLayout& layout,
   if (outcome.code != 0) return {};
   const auto metadata = SafetensorsFile(folder / "g").header().metadata;
   EXPECT_THAT(metadata.at("layout"),
-              Says(concat("dp_shard ", layout.shard, " x cp 1 x tp ", layout.tp)));
+              Says(concat("dp_shard ", layout.shard, " x cp ", layout.cp, " x tp ", layout.tp)));
   if (layout.ep > 1) {
     EXPECT_THAT(metadata.at("layout"), Says(concat("ep ", layout.ep, " x etp ", layout.etp)));
   }
@@ -45,9 +45,10 @@ const std::vector<std::string> kFamilies{"qwen3-moe-fp32", "gpt-oss-mxfp4", "dee
 
 TEST_P(LayoutGradients, OfEveryParameterAreTransformersOnProcesses) {
   const std::vector<ProcessLayout> layouts{
-      {.tp = 2},                                  // experts whole, tokens on shards
-      {.shard = 2, .tp = 2, .ep = 2},             // experts on two ranks, and sharded
-      {.shard = 2, .tp = 2, .ep = 2, .etp = 2}};  // experts on two ranks, and cut
+      {.tp = 2},                                 // experts whole, tokens on shards
+      {.shard = 2, .tp = 2, .ep = 2},            // experts on two ranks, and sharded
+      {.shard = 2, .tp = 2, .ep = 2, .etp = 2},  // experts on two ranks, and cut
+      {.ep = 2, .cp = 2}};                       // positions on two ranks, and experts
   for (const ProcessLayout& layout : test::in_turn(layouts, 2, kFamilies, GetParam())) {
     SCOPED_TRACE(to_string(layout));
     golden::expect_within_bounds(gradients(GetParam(), layout, kFloat32),

@@ -14,12 +14,13 @@ struct ProcessLayout {
   int tp = 1;
   int ep = 1;
   int etp = 1;
-  int ranks() const { return replicate * shard * tp; }
+  int cp = 1;
+  int ranks() const { return replicate * shard * cp * tp; }
 };
 
 inline std::string to_string(const ProcessLayout& layout) {
   return concat("dp_replicate ", layout.replicate, ", dp_shard ", layout.shard, ", tp ", layout.tp,
-                ", ep ", layout.ep, ", etp ", layout.etp);
+                ", ep ", layout.ep, ", etp ", layout.etp, ", cp ", layout.cp);
 }
 
 /// `words` as so many processes.
@@ -34,6 +35,7 @@ inline std::vector<std::string> in_layout(const ProcessLayout& layout,
   degree("tensor_parallel", layout.tp);
   degree("expert_parallel", layout.ep);
   degree("expert_tensor_parallel", layout.etp);
+  degree("context_parallel", layout.cp);
   return words;
 }
 

@@ -109,7 +109,10 @@ class LoraLayouts : public ::testing::TestWithParam<std::string> {
  protected:
   std::vector<Degrees> layouts() const {
     auto all = all_layouts();
-    std::erase_if(all, [](const Degrees& each) { return heads_of(GetParam()) % each.tp != 0; });
+    std::erase_if(all, [](const Degrees& each) {
+      if (each.cp > 1 && has_state(spec_of(GetParam()))) return true;
+      return heads_of(GetParam()) % each.tp != 0;
+    });
     return test::in_turn(all, 3, kAdapted, GetParam());
   }
   Gradients gradients(const std::filesystem::path& adapters, const Degrees& degrees) const {
@@ -125,7 +128,10 @@ class LoraLayouts : public ::testing::TestWithParam<std::string> {
                              {.tp = 4},
                              {.tp = 4, .sequence = false},
                              {.shard = 2, .tp = 2},
-                             {.replicate = 2, .tp = 2}};
+                             {.replicate = 2, .tp = 2},
+                             {.cp = 2},
+                             {.cp = 4},
+                             {.tp = 2, .cp = 2}};
     if (is_dense(GetParam())) return all;
     all.push_back({.shard = 2, .ep = 2});
     all.push_back({.tp = 2, .ep = 2});
@@ -136,6 +142,7 @@ class LoraLayouts : public ::testing::TestWithParam<std::string> {
     all.push_back({.tp = 2, .etp = 2});
     all.push_back({.tp = 2, .etp = 2, .sequence = false});
     all.push_back({.shard = 2, .tp = 2, .ep = 2, .etp = 2});
+    all.push_back({.ep = 2, .cp = 2});
     return all;
   }
 };
