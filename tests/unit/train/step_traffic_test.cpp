@@ -69,17 +69,20 @@ StepTraffic traced(const Rows& rows, int rank) {
   traffic.of_tokens = {.activations = sent_by(rows, rank, "activations", "tp"),
                        .experts = sent_by(rows, rank, "activations", "ep"),
                        .messages = messages_by(rows, rank)};
+  traffic.of_tokens->context = sent_by(rows, rank, "activations", "cp");
   return traffic;
 }
 
 struct Kinds {
-  std::int64_t gathers, reductions, replicas, matrices, activations, tokens, messages, total;
+  std::int64_t gathers, reductions, replicas, matrices, activations, tokens, context, messages,
+      total;
   bool operator==(const Kinds&) const = default;
 };
 std::ostream& operator<<(std::ostream& out, const Kinds& k) {
   return out << "gathers " << k.gathers << ", reductions " << k.reductions << ", replicas "
              << k.replicas << ", matrices " << k.matrices << ", activations " << k.activations
-             << ", tokens " << k.tokens << ", messages " << k.messages << ", total " << k.total;
+             << ", tokens " << k.tokens << ", context " << k.context << ", messages " << k.messages
+             << ", total " << k.total;
 }
 Kinds kinds(const StepTraffic& t) {
   return {t.gathers,
@@ -88,6 +91,7 @@ Kinds kinds(const StepTraffic& t) {
           t.matrices.sent,
           t.of_tokens->activations,
           t.of_tokens->experts,
+          t.of_tokens->context,
           t.of_tokens->messages,
           t.total()};
 }
@@ -99,6 +103,7 @@ void count_by_layout(const Drawn& d, std::map<std::string, int>& counts) {
   counts["ep"] += d.ep > 1;
   counts["etp"] += d.etp > 1;
   counts["pp"] += d.pp > 1;
+  counts["cp"] += d.context > 1;
   counts["adapters"] += d.adapters != Drawn::Adapters::kNone;
   counts["adapters of experts"] += d.adapters == Drawn::Adapters::kOfExperts;
   counts["fused, apart"] += !d.as_one;
