@@ -30,6 +30,8 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
     run.world = model.mesh().shape().size();
     run.torch = TORCH_VERSION;
     run.micro_batches = options.micro_batches;
+    // Only the program's runs cut rows: they have compared it (train/planned_steps.cpp).
+    run.context = planning->given->made_for.context;
     require_made_for(*planning->given, run, planning->plan_from);
   }
   set_regions();  // last: an error of the options must change nothing

@@ -202,6 +202,10 @@ void require_made_for(const PlanFile& file, const MadeFor& run, std::string_view
   if (of.tokens != 0 && run.tokens != 0) {
     require("tokens of a micro-batch on a rank:", of.tokens, run.tokens);
   }
+  const auto context = [](const MadeFor& made_for) {
+    return made_for.context.empty() ? std::string("none") : made_for.context;
+  };
+  require("context parallelism:", context(of), context(run));
 }
 
 void require_plan_of(const StepPlan& plan, const fsdp::StepRecord& record,

@@ -23,7 +23,8 @@ struct MadeFor {
   std::int64_t world = 1;
   std::string torch = {};  ///< TORCH_VERSION
   std::int64_t micro_batches = 1;
-  std::int64_t tokens = 0;  ///< of a micro-batch on a rank; 0: unknown
+  std::int64_t tokens = 0;   ///< of a micro-batch on a rank; 0: unknown
+  std::string context = {};  ///< "gather over 2 ranks, 4 parts"; empty: rows are not cut
   bool operator==(const MadeFor&) const = default;
 };
 
@@ -34,6 +35,7 @@ constexpr void fields(V& visit, Of<MadeFor>) {
   visit("torch", &MadeFor::torch, TextLimit{256, Letters::kPrintable});
   visit("micro_batches", &MadeFor::micro_batches, IntRange{1, std::int64_t{1} << 31});
   visit("tokens", &MadeFor::tokens, IntRange{0, std::int64_t{1} << 46});
+  visit({"context", Missing::kLeftOut}, &MadeFor::context, TextLimit{256, Letters::kPrintable});
 }
 
 struct PlanFile {

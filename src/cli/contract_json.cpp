@@ -153,6 +153,30 @@ Json json_of(const capture::SimulatedStep& step) {
           {"rest", step.rest_ms}};
 }
 
+Json json_of(const std::optional<train::ContextOfRun>& context) {
+  if (!context) return nullptr;
+  const auto sent = [](const train::ContextBytes& bytes) {
+    return Json{{"forward_sent_bytes", bytes.forward}, {"backward_sent_bytes", bytes.backward}};
+  };
+  Json found = {{"degree", context->dims.cp},
+                {"form", train::word_of_form(context->dims.context_form)},
+                {"parts", context->dims.context_parts},
+                {"layers", context->layers},
+                {"placements", context->placements},
+                {"forward_bits", context->forward_bits},
+                {"backward_bits", context->backward_bits},
+                {"bytes", nullptr},
+                {"other_form_bytes", nullptr},
+                {"slowest_over_mean", nullptr}};
+  if (context->positions == 0) return found;
+  found["bytes"] = sent(context->bytes);
+  found["bytes"]["gathered_bytes"] = context->bytes.gathered;
+  found["bytes"]["partial_bytes"] = context->bytes.partials;
+  if (context->other) found["other_form_bytes"] = sent(*context->other);
+  found["slowest_over_mean"] = context->slowest_over_mean;
+  return found;
+}
+
 void add_traffic(const train::StepTraffic& traffic, Json& whole) {
   const auto of_tokens = [&](std::int64_t train::StepTraffic::OfTokens::* bytes) {
     return traffic.of_tokens ? Json((*traffic.of_tokens).*bytes) : Json();

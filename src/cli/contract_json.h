@@ -8,6 +8,7 @@
 #include "capture/simulate_plan.h"
 #include "layout/model_plan.h"
 #include "tessera/model_contract.h"
+#include "train/context_of_run.h"
 #include "train/dry/rank_memory.h"
 #include "train/dry/step_traffic.h"
 #include "train/pipeline/pipeline_memory.h"
@@ -28,6 +29,9 @@ Json json_of(const train::PipelineRankMemory& memory, const train::PipelineMemor
 
 /// The milliseconds of a step, and of what it waits for.
 Json json_of(const capture::SimulatedStep& step);
+
+/// Null where rows are not cut; bytes are null where they are not known.
+Json json_of(const std::optional<train::ContextOfRun>& context);
 
 /// Adds the bytes that a rank sends in a step; null where they are not known.
 void add_traffic(const train::StepTraffic& traffic, Json& whole);

@@ -22,6 +22,7 @@
 #include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/context_of_run.h"
 #include "train/data/config_paths.h"
 #include "train/data/data_files.h"
 #include "train/dry/dry_batches.h"
@@ -189,6 +190,8 @@ struct Planned {
   MeshShapes mesh;
   train::ExpertLoads loads = {};
   ModelContract contract;
+  std::optional<train::ContextOfRun> context = {};  ///< where rows are cut
+  std::vector<std::string> context_lines = {};      ///< of a lock
   layout::ModelPlan plan;
   train::MemoryTable memory;
   train::StepTraffic traffic;
@@ -222,10 +225,11 @@ Planned::Pipelined plan_pipeline(const train::Config& config, const train::Model
   std::vector<train::DryStep> steps;
   for (const int rank : planned.mesh.ranks_of(0, {axis::kPipeline})) {
     const train::RankPlan& of = found.ranks.at(steps.size());
-    steps.push_back(train::dry_step(stepped, source,
-                                    train::busiest_rank(planned.loads, planned.mesh, rank),
-                                    planned.mesh.size(), {.loads = planned.loads}));
-    found.traffic.push_back(train::step_traffic(config, steps.back()));
+    const int busiest = train::busiest_rank(planned.loads, planned.mesh, rank);
+    steps.push_back(
+        train::dry_step(stepped, source, busiest, planned.mesh.size(), {.loads = planned.loads}));
+    found.traffic.push_back(train::most_traffic(config, source, planned.mesh,
+                                                {stepped, busiest, steps.back(), planned.loads}));
     found.traffic.back().matrices =
         train::sent_of_matrices(config, of.parameters, planned.contract.parameters, of.plan, rank);
   }
@@ -255,6 +259,9 @@ Planned plan_run(const InspectArguments& arguments) {
   planned.rates_from = rates_from(planned.machine, arguments.machine);
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
+  planned.context = train::context_of_run(config, source.spec, dims, planned.contract,
+                                          train::computes_on(config));
+  planned.context_lines = train::context_lock_lines(dims);
   const bool has_time = gives_time(planned.machine, arguments.machine, config, world);
   TESSERA_CHECK(!arguments.machine.flops || dims.pp == 1, ErrorKind::kConfig, "--flops: found ",
                 dims.pp,
@@ -285,12 +292,14 @@ Planned plan_run(const InspectArguments& arguments) {
       config, world,
       {.device_bytes = planned.machine.memory, .ranks_per_host = planned.machine.ranks_per_host});
   const train::Config counted = train::with_budget_in_bytes(config, machine);
-  const train::DryStep step = train::dry_step(train::stepped_config(counted, dims), source,
-                                              train::busiest_rank(planned.loads, planned.mesh, 0),
-                                              world, {.loads = planned.loads});
+  const train::Config stepped = train::stepped_config(counted, dims);
+  const int busiest = train::busiest_rank(planned.loads, planned.mesh, 0);
+  const train::DryStep step =
+      train::dry_step(stepped, source, busiest, world, {.loads = planned.loads});
   planned.memory = train::memory_table(config, source, dims, step, planned.loads);
   planned.memory.computes_on = train::computes_on(config);
-  planned.traffic = train::step_traffic(config, step);
+  planned.traffic =
+      train::most_traffic(config, source, planned.mesh, {stepped, busiest, step, planned.loads});
   planned.traffic.matrices = train::sent_of_matrices(config, source.description.parameters,
                                                      planned.contract.parameters, planned.plan, 0);
   if (has_time) {
@@ -305,6 +314,9 @@ void print_size(const Planned& planned) {
   std::cout << contract.parameters.size() << " parameters, " << contract.buffers.size()
             << " buffers on " << to_string(planned.mesh) << "\ncontract hash " << hash(contract)
             << "\n\n";
+  if (planned.context) {
+    std::cout << contract_text(*planned.context) << costs_text(*planned.context) << '\n';
+  }
 }
 
 void print_contract(const ModelContract& contract, Layers layers) {
@@ -409,6 +421,7 @@ void print_contract_json(const Planned& planned) {
                         {"world_size", planned.mesh.size()},
                         {"contract_hash", concat(hash(planned.contract))},
                         {"plan_hash", concat(planned.pipelined->plan_hash())},
+                        {"context", json_of(planned.context)},
                         {"parameters", parameters},
                         {"buffers", buffers},
                         {"pipeline", pipeline_json(*planned.pipelined)}};
@@ -426,6 +439,7 @@ void print_contract_json(const Planned& planned) {
                 {"world_size", planned.mesh.size()},
                 {"contract_hash", concat(hash(planned.contract))},
                 {"plan_hash", concat(layout::hash(planned.plan))},
+                {"context", json_of(planned.context)},
                 {"alignment_bytes", planned.plan.options.alignment_bytes},
                 {"parameters", parameters},
                 {"buffers", buffers},
@@ -444,7 +458,8 @@ void inspect_contract(const InspectArguments& arguments) {
   if (arguments.lock) try_output("--lock", *arguments.lock, arguments.contract_file);
   const Planned planned = plan_run(arguments);
   if (arguments.lock) {
-    write_output("--lock", *arguments.lock, grad::contract_lock(planned.contract));
+    write_output("--lock", *arguments.lock,
+                 grad::contract_lock(planned.contract, planned.context_lines));
   }
   if (arguments.json) return print_contract_json(planned);
   print_text(planned, arguments.all ? Layers::kAll : Layers::kFolded);

@@ -29,6 +29,7 @@
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/context_of_run.h"
 #include "train/contract_of_run.h"
 #include "train/data/config_paths.h"
 #include "train/data/data_files.h"
@@ -200,10 +201,12 @@ train::StepTraffic traffic_of(const capture::PlanFile& file, const PlannedStep& 
   follows.compile.plan = to_json(file);
   follows.compile.memory_budget.reset();
   follows.compile.passes.reset();
-  const int rank = train::busiest_rank(step.loads, train::mesh_shape(step.dims), 0);
-  auto traffic = train::step_traffic(
-      step.config,
-      train::dry_step(follows, step.source, rank, step.dims.world_size(), {.loads = step.loads}));
+  const MeshShapes mesh = train::mesh_shape(step.dims);
+  const int rank = train::busiest_rank(step.loads, mesh, 0);
+  const auto stepped =
+      train::dry_step(follows, step.source, rank, mesh.size(), {.loads = step.loads});
+  auto traffic =
+      train::most_traffic(step.config, step.source, mesh, {follows, rank, stepped, step.loads});
   traffic.matrices = train::sent_of_matrices(step.config, step.source.description.parameters,
                                              step.contract.parameters, step.buckets, /*rank=*/0);
   return traffic;
@@ -229,6 +232,9 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
               << " says of what)";
   }
   std::cout << '\n';
+  const auto context = context_of_run(step.config, step.source.spec, step.dims, step.contract,
+                                      train::computes_on(step.config));
+  if (context) std::cout << costs_text(*context);
   if (!problem.profile.is_assumed) {
     std::cout << time_line("the profile",
                            capture::simulate(file.plan, problem.profile, problem.micro_batches));

@@ -11,7 +11,7 @@ namespace tessera::grad {
 namespace {
 
 constexpr std::string_view kFirstLine = "# contract lock 1 (tessera inspect --contract --lock)";
-constexpr std::array<std::string_view, 3> kKinds{"parameter ", "buffer ", "unit "};
+constexpr std::array<std::string_view, 4> kKinds{"parameter ", "buffer ", "unit ", "context "};
 
 /// Splits text into lines without their ends. Text after the last line end is a line unless empty.
 std::vector<std::string_view> lines_of(std::string_view text) {
@@ -34,13 +34,14 @@ void add_order(std::string& text, std::string_view kind, const std::vector<Contr
   }
 }
 
-/// Returns the lines of a contract, sorted, each once.
-std::vector<std::string> lines_of(const ModelContract& contract) {
+/// Returns the lines of a contract and of its context, sorted, each once.
+std::vector<std::string> lines_of(const ModelContract& contract,
+                                  const std::vector<std::string>& context) {
   std::string text = to_lines(contract);
   add_order(text, "parameter", contract.parameters);
   add_order(text, "buffer", contract.buffers);
   add_order(text, "unit", contract.units);
-  std::vector<std::string> lines;
+  std::vector<std::string> lines = context;
   for (const auto& line : lines_of(text)) lines.emplace_back(line);
   std::ranges::sort(lines);
   const auto [first, last] = std::ranges::unique(lines);
@@ -62,7 +63,7 @@ std::vector<std::string_view> checked_lines(std::string_view lock, std::string_v
   for (std::size_t i = 1; i < lines.size(); ++i) {
     const bool is_value = std::ranges::any_of(
         kKinds, [&](std::string_view kind) { return lines[i].starts_with(kind); });
-    require(is_value, i, "a line of a parameter, buffer or unit");
+    require(is_value, i, "a line of a parameter, buffer, unit or context");
     require(i == 1 || lines[i - 1] < lines[i], i, "lines in ascending order, each once");
   }
   lines.erase(lines.begin());
@@ -71,16 +72,17 @@ std::vector<std::string_view> checked_lines(std::string_view lock, std::string_v
 
 }  // namespace
 
-std::string contract_lock(const ModelContract& contract) {
+std::string contract_lock(const ModelContract& contract, const std::vector<std::string>& context) {
   std::string text = concat(kFirstLine, "\n");
-  for (const std::string& line : lines_of(contract)) text += line + "\n";
+  for (const std::string& line : lines_of(contract, context)) text += line + "\n";
   return text;
 }
 
 std::vector<std::string> differences_from_lock(const ModelContract& contract, std::string_view lock,
-                                               std::string_view file) {
+                                               std::string_view file,
+                                               const std::vector<std::string>& context) {
   const auto locked = checked_lines(lock, file);
-  const auto now = lines_of(contract);
+  const auto now = lines_of(contract, context);
   struct Line {
     std::string_view text;
     char side = '-';

@@ -14,6 +14,7 @@
 #include "models/expert_bias.h"
 #include "models/family.h"
 #include "tessera/error.h"
+#include "train/context_of_run.h"
 #include "train/expert_balance.h"
 #include "train/hf/model_forms.h"
 #include "train/hf/weights.h"
@@ -198,8 +199,13 @@ void require_locked(const Config& config, const ModelContract& contract, SaysDif
   constexpr std::size_t kMostSaid = 40, kMostInError = 3;
   const std::string& file = config.contract.lock;
   if (file.empty()) return;
+  const ParallelismConfig& of = config.parallelism;
+  const auto context = context_lock_lines({.cp = of.context_parallel_degree,
+                                           .context_form = of.context_parallel_form,
+                                           .context_parts = context_parts(of)});
   const auto differences = open_as("contract.lock", [&] {
-    return grad::differences_from_lock(contract, read_text_file(file, kMostBytes), shown(file));
+    return grad::differences_from_lock(contract, read_text_file(file, kMostBytes), shown(file),
+                                       context);
   });
   if (differences.empty()) return;
   const std::size_t said = std::min(differences.size(), kMostSaid);

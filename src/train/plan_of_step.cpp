@@ -11,6 +11,7 @@
 #include "capture/recompute_pass.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/context_of_run.h"
 
 namespace tessera::train {
 namespace {
@@ -136,7 +137,8 @@ capture::MadeFor made_for(const RunOfPlan& run, std::string torch) {
           .world = run.dims.world_size(),
           .torch = std::move(torch),
           .micro_batches = micro_batches_of(run),
-          .tokens = training.local_batch_size.value_or(1) * training.seq_len.value_or(0)};
+          .tokens = training.local_batch_size.value_or(1) * training.seq_len.value_or(0),
+          .context = context_text(run.dims)};
 }
 
 capture::Planning planning_of(const CompileOptions& options) {

@@ -97,6 +97,32 @@ TEST(InspectCommand, ALockIsThatOfTheRunAndRefusesAnother) {
   EXPECT_THAT(run_program(folder, train), Exits(2, "contract.lock: ", "agreed.txt', line "));
 }
 
+TEST(InspectCommand, SaysHowRanksOfCpShareRows) {
+  const SmallRun folder;
+  const Words words{
+      "inspect", "--contract",         "run.toml", "--world",
+      "2",       "--training.seq_len", "64",       "--parallelism.context_parallel_degree",
+      "2"};
+  EXPECT_THAT(
+      succeeded(run_program(folder, words)).out,
+      Says("cp 2", "rows over cp 2: form gather, 4 parts, 32 of 64 positions on a rank\n",
+           "  k, v of attention: S(cut) -> R, gradient P -> S(cut) in float32, in the order "
+           "of 4 parts\n",
+           "  forward bits: as one rank with context_parallel_parts = 4, one thread a rank; bounds "
+           "without parts, which have 16 positions",
+           "  context: cp 2, form gather"));
+  const json found = json::parse(succeeded(run_program(folder, joined(words, {"--json"}))).out);
+  EXPECT_EQ(found["context"]["degree"], 2);
+  EXPECT_EQ(found["context"]["form"], "gather");
+  EXPECT_EQ(found["context"]["parts"], 4);
+  // A head reached by one other rank, and a tail by it where it lies before that one's.
+  EXPECT_EQ(found["context"]["bytes"]["forward_sent_bytes"], 2 * 16 * 16 * 4);
+  EXPECT_TRUE(found["context"]["other_form_bytes"].is_null()) << "one head of keys";
+  const json whole = json::parse(
+      succeeded(run_program(folder, {"inspect", "--contract", "run.toml", "--json"})).out);
+  EXPECT_TRUE(whole["context"].is_null());
+}
+
 TEST(InspectCommand, ContractAndPlanHaveTheHashesOfTheRun) {
   const TemporaryFolder folder;
   const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";

@@ -76,6 +76,21 @@ TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   EXPECT_THAT(outcome.out, Not(Says("by the profile"))) << "nothing was measured";
 }
 
+TEST(PlanVerb, SaysWhatAttentionOverRanksSendsAndThatAnotherCutIsAnotherPlan) {
+  const WideRun folder;
+  const Words shared{"--training.seq_len", "64", "--parallelism.context_parallel_degree", "2"};
+  EXPECT_THAT(succeeded(plan(folder, shared)).out,
+              Says("  context: cp 2, form gather, 4 parts\n", "    a layer's attention sends ",
+                   "    slowest over mean: 1.000 by pairs", "    gather is the form to take: "));
+  folder.write("plan.json", succeeded(plan(folder, joined(shared, {"--json"}))).out);
+  succeeded(plan(folder, joined(shared, {"--check", "plan.json"})));
+  EXPECT_THAT(plan(folder, joined(shared, {"--check", "plan.json",
+                                           "--parallelism.context_parallel_parts", "8"})),
+              Exits(2,
+                    "found a plan for context parallelism: gather over 2 ranks, 4 parts, expected "
+                    "gather over 2 ranks, 8 parts"));
+}
+
 /// The sentence about all that is sent in a table of inspect or a line of plan.
 std::string sent_in(const std::string& text, const std::string& before) {
   const auto at = text.rfind(before);

@@ -3,7 +3,9 @@
 // A model that sees images steps its tower where data.path is a .safetensors file that has
 // pixel_values. Only the header is read, so that how many images and patches there are is known,
 // and not whose they are: each row has as many as every other, and all patches are real where the
-// row has room for their soft tokens. Next: dry_step.h, ../data/data_replay.h.
+// row has room for their soft tokens. A row is one document, also where the data packs several, so
+// that ranks that share rows reach and send what a causal mask, a window or a chunk asks for: as
+// much as packed rows at most. Next: dry_step.h, ../data/data_replay.h.
 #pragma once
 
 #include <cstdint>

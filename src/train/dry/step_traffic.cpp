@@ -150,6 +150,19 @@ StepTraffic step_traffic(const Config& config, const DryStep& step) {
   return traffic;
 }
 
+StepTraffic most_traffic(const Config& config, const ModelSource& source, const MeshShapes& mesh,
+                         const SteppedRank& stepped) {
+  StepTraffic traffic = step_traffic(config, stepped.step);
+  if (mesh.size_of(axis::kContext) == 1 || !traffic.of_tokens) return traffic;
+  const int last = mesh.ranks_of(stepped.rank, {axis::kContext}).back();
+  const StepTraffic of_last = step_traffic(
+      config, dry_step(stepped.config, source, last, mesh.size(), {.loads = stepped.loads}));
+  if (of_last.of_tokens->context > traffic.of_tokens->context) {
+    traffic.of_tokens->context = of_last.of_tokens->context;
+  }
+  return traffic;
+}
+
 std::string to_string(const StepTraffic& traffic) {
   const auto& [matrices, most_matrices] = traffic.matrices;
   const bool sends_most = matrices == most_matrices;

@@ -58,6 +58,18 @@ struct StepTraffic {
 /// `step`: of stepped_config(). Of matrices `most` is what this rank sends.
 StepTraffic step_traffic(const Config& config, const DryStep& step);
 
+/// A rank that was stepped, and the configuration of its step.
+struct SteppedRank {
+  const Config& config;
+  int rank;
+  const DryStep& step;
+  const ExpertLoads& loads;
+};
+/// step_traffic(), but for attention over cp the bytes of the rank that sends most: the last one,
+/// whose keys most others see. It is stepped here. `stepped`: the first rank of cp.
+StepTraffic most_traffic(const Config& config, const ModelSource& source, const MeshShapes& mesh,
+                         const SteppedRank& stepped);
+
 /// The bytes of an update's matrices where `plan` is that of the sender's stage and `table` has its
 /// parameters. Fused weights are divided as optimizer.rule says.
 StepTraffic::OfMatrices sent_of_matrices(const Config& config,

@@ -278,6 +278,8 @@ TEST(PlanJson, AnotherRunIsRefusedByWhatDiffers) {
   EXPECT_THAT(with([](MadeFor& run) { run.world = 3; }), Says("world of 2, expected 3"));
   EXPECT_THAT(with([](MadeFor& run) { run.torch = "2.11.0"; }), Says("torch 2.13.0, expected"));
   EXPECT_THAT(with([](MadeFor& run) { run.micro_batches = 8; }), Says("1, expected 8"));
+  EXPECT_THAT(with([](MadeFor& run) { run.context = "gather over 2 ranks, 4 parts"; }),
+              Says("context parallelism: none, expected gather over 2 ranks, 4 parts"));
   EXPECT_EQ(with([](MadeFor& run) { run.tokens = 512; }), "") << "the plan says nothing of tokens";
 }
 

@@ -44,6 +44,16 @@ TEST(ContractLock, AChangeIsItsTwoLines) {
                                       "+ parameter layers.1.weight reduce bfloat16"}));
 }
 
+TEST(ContractLock, LinesOfRowsAreComparedLikeThoseOfTensors) {
+  const std::vector<std::string> two{"context rows parts 4", "context rows degree 2"};
+  const std::string lock = contract_lock(example(), two);
+  EXPECT_EQ(differences_from_lock(example(), lock, "F", two), std::vector<std::string>());
+  EXPECT_EQ(differences_from_lock(example(), lock, "F", {"context rows degree 2"}),
+            std::vector<std::string>{"- context rows parts 4"});
+  EXPECT_EQ(differences_from_lock(example(), contract_lock(example()), "F", two),
+            (std::vector<std::string>{"+ context rows degree 2", "+ context rows parts 4"}));
+}
+
 TEST(ContractLock, OrderAndNamesCount) {
   ModelContract now = example();
   std::swap(now.parameters[1], now.parameters[2]);
