@@ -25,7 +25,7 @@ TEST(SmallRuns, FindNothingInRightLayouts) {
       test::environment_number("TESSERA_SMALL_DRAWS", test::full_proof() ? 400 : 12));
   for (std::uint32_t seed = first; seed < first + draws; ++seed) {
     const TemporaryFolder folder;
-    const Drawn d = drawn(seed);
+    const Drawn d = over_cp(drawn(seed), seed);
     SCOPED_TRACE(::testing::Message() << "seed " << seed << ": " << d);
     const Config config = config_of(folder, d);
     write_model(folder, d.family + "-fp32", make_room_for_bytes);
@@ -36,6 +36,32 @@ TEST(SmallRuns, FindNothingInRightLayouts) {
     for (const SeenStep& step : seen.steps) EXPECT_GT(step.norm, 0.0);
     EXPECT_EQ(as_text(check_run(config, source, d.ranks()).report.findings), "")
         << to_string(mesh_shape(run.dims));
+  }
+}
+
+// Naive: values of the small model are compared as whole rows, and cp is left out of it.
+TEST(SmallRuns, FindWhatIsWrongAmongRanksThatShareRows) {
+  Drawn d;
+  d.family = "qwen3";
+  d.shard = 1;
+  d.cp = 2;
+  for (const ContextForm form : {ContextForm::kGather, ContextForm::kHeads}) {
+    d.context_form = form;
+    const DrawnRun drawn_run(d);
+    const auto run = small_run(drawn_run.config, drawn_run.source,
+                               resolve_parallelism(drawn_run.config.parallelism, d.ranks()));
+    EXPECT_EQ(run.dims.cp, 2);
+    EXPECT_EQ(run.dims.context_form, form);
+    EXPECT_EQ(as_text(compare_in_small(run).findings), "");
+    // Labels of one rank's positions are others.
+    const test_hooks::Set otherwise(test_hooks::took_micro_batch,
+                                    [](const Mesh& mesh, const MicroBatch& batch) {
+                                      if (mesh.coordinate(axis::kContext) == 1)
+                                        batch.targets.fill_(5);
+                                    });
+    const auto findings = compare_in_small(run).findings;
+    ASSERT_FALSE(findings.empty());
+    EXPECT_EQ(findings.front().axis, "cp") << to_string(findings.front());
   }
 }
 

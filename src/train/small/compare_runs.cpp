@@ -8,6 +8,7 @@
 #include <span>
 #include <utility>
 
+#include "layout/context_cut.h"
 #include "tessera/error.h"
 #include "tessera/mesh_shape.h"
 #include "train/contract_of_run.h"
@@ -108,11 +109,43 @@ class Units {
     }
     return true;
   }
-  static bool is_right(const std::vector<const SeenUnit*>& ranks, const Values& whole, Part part) {
+  bool is_right(const std::vector<const SeenUnit*>& ranks, const Values& whole, Part part) const {
+    const auto all = by_positions(ranks, whole, part);
+    return !all.empty() && std::ranges::all_of(all, &OfPositions::is_right);
+  }
+
+  /// What ranks of tp have of the same positions, and what these are on one rank.
+  struct OfPositions {
     std::vector<Values> parts;
-    for (const SeenUnit* rank : ranks) parts.push_back(rank->*part);
-    const auto placement = check::placement_of(parts, whole);
-    return placement && placement->kind != PlacementKind::kPartial;
+    Values whole;
+    bool is_right() const {
+      const auto placement = check::placement_of(parts, whole);
+      return placement && placement->kind != PlacementKind::kPartial;
+    }
+  };
+  /// Returns one for each rank of cp, in order. `ranks`: those of tp in order, for each of cp.
+  std::vector<OfPositions> by_positions(const std::vector<const SeenUnit*>& ranks,
+                                        const Values& whole, Part part) const {
+    const auto cp = static_cast<std::size_t>(run_.dims.cp);
+    std::vector<OfPositions> all;
+    if (ranks.empty() || ranks.size() % cp != 0) return all;
+    const std::size_t each = ranks.size() / cp;
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      if (i % each == 0) all.push_back({{}, own_positions(whole, static_cast<int>(i / each))});
+      all.back().parts.push_back(ranks[i]->*part);
+    }
+    return all;
+  }
+  /// The positions [B, n, .] of a rank of cp; what has no positions in dim 1 is whole on all ranks.
+  Values own_positions(const Values& whole, int coordinate) const {
+    const std::int64_t positions = *run_.config.training.seq_len;
+    if (run_.dims.cp == 1 || whole.sizes.size() < 3 || whole.sizes[1] != positions) return whole;
+    const auto cut = layout::head_tail(positions, run_.dims.cp, run_.dims.context_parts);
+    std::vector<Values> runs;
+    for (const layout::Range& run : cut.runs_of(coordinate)) {
+      runs.push_back(check::slice(whole, 1, run.begin, run.end));
+    }
+    return check::join(runs, 1);
   }
 
   Finding finding(FindingKind kind, const SeenUnit& unit, const std::string& name, Part part,
@@ -131,16 +164,23 @@ class Units {
                                ", micro-batch ", unit.call);
         break;
       }
-      std::vector<Values> parts;
-      for (const SeenUnit* rank : calls[data]) parts.push_back(rank->*part);
-      const bool adds = check::placement_of(parts, whole).has_value();
-      finding.found = concat(
-          "a ", what, " whose values are ",
-          adds ? "addends that are nowhere summed," : check::difference_text(parts.front(), whole),
-          " on data rank ", data, ", micro-batch ", unit.call);
+      const auto all = by_positions(calls[data], whole, part);
+      const auto wrong = std::ranges::find_if_not(all, &OfPositions::is_right);
+      if (wrong == all.end()) {
+        finding.found = concat("no call on some ranks of data rank ", data);
+        break;
+      }
+      const bool adds = check::placement_of(wrong->parts, wrong->whole).has_value();
+      finding.found =
+          concat("a ", what, " whose values are ",
+                 adds ? "addends that are nowhere summed,"
+                      : check::difference_text(wrong->parts.front(), wrong->whole),
+                 " on data rank ", data, ", micro-batch ", unit.call,
+                 run_.dims.cp > 1 ? concat(", rank ", wrong - all.begin(), " of cp") : "");
       break;
     }
     finding.expected = "the values of one rank: the same on every rank of tp, or cut over them";
+    if (run_.dims.cp > 1) finding.expected += "; of each rank of cp those of its positions";
     finding.mend = "look at the transitions of this unit, and at where its parts are joined";
     return finding;
   }

@@ -64,9 +64,11 @@ std::vector<std::int64_t> layers_of_kinds(const ModelSpec& spec, std::int64_t la
   return chosen;
 }
 
-std::int64_t small_heads(std::int64_t heads, int tp) {
+/// `dims`: the small degrees.
+std::int64_t small_heads(std::int64_t heads, const ParallelDims& dims) {
   if (heads == 1) return 1;
-  return tp > 2 ? 2 : std::max(2, tp);
+  if (dims.context_form == ContextForm::kHeads) return std::max(2, dims.cp * dims.tp);
+  return dims.tp > 2 ? 2 : std::max(2, dims.tp);
 }
 
 void make_small(MoeSpec& moe, const ModelSpec& spec, const std::vector<std::int64_t>& chosen) {
@@ -88,12 +90,12 @@ void make_small(MoeSpec& moe, const ModelSpec& spec, const std::vector<std::int6
 }
 
 void make_small(Gemma4Spec& gemma, const ModelSpec& spec, const std::vector<std::int64_t>& chosen,
-                int tp) {
+                const ParallelDims& dims) {
   std::vector<Gemma4Layer> layers;
   for (const std::int64_t layer : chosen) {
     Gemma4Layer one = spec.gemma4->layers.at(static_cast<std::size_t>(layer));
     one.head_dim = kHeadDim;
-    one.num_key_value_heads = small_heads(one.num_key_value_heads, tp);
+    one.num_key_value_heads = small_heads(one.num_key_value_heads, dims);
     layers.push_back(one);
   }
   gemma.layers = std::move(layers);
@@ -144,20 +146,21 @@ void make_small(MlaSpec& mla) {
 
 ParallelDims small_degrees(const ModelSpec& spec, const ParallelDims& full) {
   ParallelDims small = full;
-  small.cp = small.context_parts = 1;  // values of the small model are compared as whole rows
   for (int* const degree :
-       {&small.pp, &small.dp_replicate, &small.dp_shard, &small.tp, &small.ep}) {
+       {&small.pp, &small.dp_replicate, &small.dp_shard, &small.cp, &small.tp, &small.ep}) {
     *degree = std::min(*degree, 2);
   }
+  small.context_parts = small.cp == 1 ? 1 : 2 * small.cp;
   if (full.tp > 2 && shares_heads(spec, full.tp) && !has_one_head(spec)) small.tp = 4;
   if (full.etp > 1) small.etp = small.tp;
   // As in the whole layout: ranks of ep hold several of the data ranks, or share the ranks of tp.
-  while (small.dp_shard * small.tp % (small.ep * small.etp) != 0) small.dp_shard *= 2;
+  while (small.dp_shard * small.cp * small.tp % (small.ep * small.etp) != 0) small.dp_shard *= 2;
   return small;
 }
 
 ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64_t layers) {
-  const int tp = small_degrees(spec, full).tp;
+  const ParallelDims dims = small_degrees(spec, full);
+  const int tp = dims.tp;
   ModelSpec small = spec;
   const auto chosen = layers_of_kinds(spec, layers);
   small.num_hidden_layers = std::ssize(chosen);
@@ -172,7 +175,7 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
   }
   const std::int64_t group =
       spec.num_attention_heads / std::max<std::int64_t>(1, spec.num_key_value_heads);
-  const auto heads = small_heads(spec.num_key_value_heads, tp);
+  const auto heads = small_heads(spec.num_key_value_heads, dims);
   small.num_key_value_heads = heads;
   small.num_attention_heads = std::lcm<std::int64_t>(heads * std::min<std::int64_t>(group, 2), 4);
   if (group == 1) small.num_key_value_heads = small.num_attention_heads;
@@ -188,7 +191,7 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
   if (small.bos_token_id) small.bos_token_id = 1;
   if (!small.eos_token_ids.empty()) small.eos_token_ids = {2};
   if (small.moe) make_small(*small.moe, spec, chosen);
-  if (small.gemma4) make_small(*small.gemma4, spec, chosen, tp);
+  if (small.gemma4) make_small(*small.gemma4, spec, chosen, dims);
   if (small.mla) {
     make_small(*small.mla);
     small.head_dim = small.mla->qk_rope_head_dim;

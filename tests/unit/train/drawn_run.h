@@ -23,7 +23,8 @@ namespace tessera::train {
 struct Drawn {
   std::string family;
   bool routed = false;
-  int replicate = 1, shard = 1, tp = 1, ep = 1, etp = 1, pp = 1;
+  int replicate = 1, shard = 1, cp = 1, tp = 1, ep = 1, etp = 1, pp = 1;
+  ContextForm context_form = ContextForm::kGather;
   bool sequence = true;
   RouterTokens router = RouterTokens::kShards;
   std::int64_t micro_batches = 1, rows = 1, positions = 16;
@@ -44,13 +45,14 @@ struct Drawn {
   int context = 1;      ///< ranks of cp
   ContextForm context_form = ContextForm::kGather;
 
-  int ranks() const { return replicate * shard * context * tp * pp; }
+  int ranks() const { return replicate * shard * cp * tp * pp; }
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Drawn& d) {
-  return out << d.family << ", replicate " << d.replicate << ", shard " << d.shard << ", tp "
-             << d.tp << (d.sequence ? "" : " whole") << ", ep " << d.ep << ", etp " << d.etp
-             << ", pp " << d.pp << ' ' << d.schedule
+  return out << d.family << ", replicate " << d.replicate << ", shard " << d.shard << ", cp "
+             << d.cp << (d.context_form == ContextForm::kHeads ? " heads" : "") << ", tp " << d.tp
+             << (d.sequence ? "" : " whole") << ", ep " << d.ep << ", etp " << d.etp << ", pp "
+             << d.pp << ' ' << d.schedule
              << (d.pipeline_reshard == PipelineReshard::kStep ? "" : " by micro-batch")
              << (d.router == RouterTokens::kAll ? ", router on all" : "") << ", " << d.micro_batches
              << " x " << d.rows << " x " << d.positions << ", " << d.recompute << ", " << d.dtype
@@ -153,6 +155,14 @@ inline Drawn drawn(std::uint32_t seed) {
     d.context = 2;
     if (d.tp == 1 && draw.maybe()) d.context_form = ContextForm::kHeads;
   }
+  return d;
+}
+
+/// The same run, of which every other one shares its rows over cp, where it has room for more ranks.
+inline Drawn over_cp(Drawn d, std::uint32_t seed) {
+  if (has_states(d) || d.ranks() > 4 || d.positions != 16 || seed % 2 == 1) return d;
+  d.cp = 2;
+  if (d.tp == 1 && seed % 4 == 0) d.context_form = ContextForm::kHeads;
   return d;
 }
 
@@ -269,11 +279,13 @@ inline bool sends_alike(const Drawn& d) {
   return !routes_all && d.positions % d.tp == 0;
 }
 
+enum class SharedRows : std::uint8_t { kNone, kSome };
+
 /// Calls `test` with the drawn runs of seeds 1 to `draws`, until one fails.
 template <class Test>
-void for_drawn(std::uint32_t draws, const Test& test) {
+void for_drawn(std::uint32_t draws, const Test& test, SharedRows shared = SharedRows::kNone) {
   for (std::uint32_t seed = 1; seed <= draws; ++seed) {
-    const Drawn d = drawn(seed);
+    const Drawn d = shared == SharedRows::kNone ? drawn(seed) : over_cp(drawn(seed), seed);
     std::ostringstream words;
     words << "seed " << seed << ": " << d;
     SCOPED_TRACE(words.str());

@@ -16,29 +16,46 @@ namespace tessera::train::dry_step_test {
 namespace {
 
 TEST(DryStep, IssuesWhatARunIssues) {
-  for_drawn(test::full_proof() ? 400 : 16, [](const Drawn& d) {
-    const DrawnRun run(d);
-    const auto issued = issued_in_run(run.config, d.ranks());
-    for (int rank = 0; rank < d.ranks(); ++rank) {
-      expect_same(issued_in(dry_step(run.config, run.source, rank, d.ranks())),
-                  issued[static_cast<std::size_t>(rank)], rank);
-    }
-  });
+  for_drawn(
+      test::full_proof() ? 400 : 16,
+      [](const Drawn& d) {
+        const DrawnRun run(d);
+        const auto issued = issued_in_run(run.config, d.ranks());
+        for (int rank = 0; rank < d.ranks(); ++rank) {
+          expect_same(issued_in(dry_step(run.config, run.source, rank, d.ranks())),
+                      issued[static_cast<std::size_t>(rank)], rank);
+        }
+      },
+      SharedRows::kSome);
 }
 
 TEST(DryStep, HoldsWhatARunHolds) {
-  for_drawn(test::full_proof() ? 400 : 12, [](const Drawn& d) {
-    DrawnRun run(d);
-    run.config.metrics.trace_steps.clear();
-    const auto held = held_by_run(run.config, run.source, d.ranks());
-    // Routers choose freely; below they do not.
-    const Near near{.share = d.ep > 1 ? 0.06 : 0.03,
-                    .text = d.form > 0 ? Near::kText * d.ranks() : Near::kText};
-    for (int rank = 0; rank < d.ranks(); ++rank) {
-      expect_near(dry_step(run.config, run.source, rank, d.ranks()),
-                  held[static_cast<std::size_t>(rank)], near, rank);
-    }
-  });
+  for_drawn(
+      test::full_proof() ? 400 : 12,
+      [](const Drawn& d) {
+        DrawnRun run(d);
+        run.config.metrics.trace_steps.clear();
+        const auto held = held_by_run(run.config, run.source, d.ranks());
+        // Routers choose freely; below they do not.
+        const Near near{.share = d.ep > 1 ? 0.06 : 0.03,
+                        .text = d.form > 0 ? Near::kText * d.ranks() : Near::kText};
+        for (int rank = 0; rank < d.ranks(); ++rank) {
+          expect_near(dry_step(run.config, run.source, rank, d.ranks()),
+                      held[static_cast<std::size_t>(rank)], near, rank);
+        }
+      },
+      SharedRows::kSome);
+}
+
+// The two proofs above are of shared rows, too.
+TEST(DryStep, SomeDrawnRunsShareRowsInEachForm) {
+  int gathers = 0, heads = 0;
+  for (std::uint32_t seed = 1; seed <= 12; ++seed) {
+    const Drawn d = over_cp(drawn(seed), seed);
+    if (d.cp > 1) ++(d.context_form == ContextForm::kGather ? gathers : heads);
+  }
+  EXPECT_GT(gathers, 0);
+  EXPECT_GT(heads, 0);
 }
 
 /// Experts over several ranks, the most of them that the layout has room for.

@@ -5,7 +5,8 @@
 
 namespace tessera::train {
 
-/// `of` has replicate, shard, tp, ep, etp, sequence and router; it may have cp and form.
+/// `of` has replicate, shard, tp, ep, etp, sequence and router; it may have cp and its form, by the
+/// name context_form or form.
 template <class Degrees>
 void set_parallelism(Config& config, const Degrees& of) {
   auto& parallelism = config.parallelism;
@@ -18,7 +19,11 @@ void set_parallelism(Config& config, const Degrees& of) {
   parallelism.moe_router = of.router;
   if constexpr (requires { of.cp; }) {
     parallelism.context_parallel_degree = of.cp;
-    parallelism.context_parallel_form = of.form;
+    if constexpr (requires { of.context_form; }) {
+      parallelism.context_parallel_form = of.context_form;
+    } else {
+      parallelism.context_parallel_form = of.form;
+    }
   }
 }
 
