@@ -1,4 +1,4 @@
-// Counts what ranks of tp and ep send each other of activations in a step: the formulas of
+// Counts what ranks of cp, tp and ep send each other of activations in a step: the formulas of
 // docs/communication.md, and nothing else.
 //
 // Every token goes to every expert (experts a token = experts), so that dispatch is known without
@@ -217,6 +217,20 @@ const std::vector<Degrees> kOnceLayouts{
      .chosen = Chosen::kTheSame3},
 };
 
+/// Ranks that share rows.
+const std::vector<Family> kContextFamilies{
+    {"qwen3"}, {"deepseek-v2", Mlps::kRoutedAndShared, 1}, {"gpt-oss", Mlps::kRouted}};
+const std::vector<Degrees> kContextLayouts{
+    {.name = "cp2", .cp = 2},
+    {.name = "cp2_heads", .cp = 2, .form = ContextForm::kHeads},
+    {.name = "cp2_tp2_full", .tp = 2, .recompute = RecomputeMode::kFull, .cp = 2},
+};
+const std::vector<Degrees> kOnceContextLayouts{
+    {.name = "cp4_bf16", .positions = 32, .dtypes = kBf16, .cp = 4},
+    {.name = "dp2_cp2_ep4_two", .shard = 2, .ep = 4, .micro_batches = 2, .cp = 2},
+    {.name = "cp2_tp2_ep2_whole", .tp = 2, .ep = 2, .sequence = false, .cp = 2},
+};
+
 std::string name_of(const ::testing::TestParamInfo<std::tuple<Family, Degrees>>& info) {
   std::string name = std::get<0>(info.param).name + "_" + std::get<1>(info.param).name;
   std::ranges::replace(name, '-', '_');
@@ -239,6 +253,15 @@ INSTANTIATE_TEST_SUITE_P(Experts, ActivationTraffic,
 INSTANTIATE_TEST_SUITE_P(Once, ActivationTraffic,
                          ::testing::Combine(::testing::Values(Family{"qwen3-moe", Mlps::kRouted}),
                                             ::testing::ValuesIn(kOnceLayouts)),
+                         name_of);
+
+INSTANTIATE_TEST_SUITE_P(Context, ActivationTraffic,
+                         ::testing::Combine(::testing::ValuesIn(kContextFamilies),
+                                            ::testing::ValuesIn(kContextLayouts)),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(OnceContext, ActivationTraffic,
+                         ::testing::Combine(::testing::Values(Family{"qwen3-moe", Mlps::kRouted}),
+                                            ::testing::ValuesIn(kOnceContextLayouts)),
                          name_of);
 
 }  // namespace

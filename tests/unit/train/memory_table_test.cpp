@@ -6,6 +6,7 @@
 // choose: there the mean over ranks is compared.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/zeros.h>
 
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -43,6 +44,7 @@ struct MemoryCase {
   std::int64_t positions = 64;
   std::int64_t micro_batches = 1;
   std::function<void(Config&)> change = {};
+  bool packed = false;  ///< documents of a third of a row
 };
 void PrintTo(const MemoryCase& c, std::ostream* out) { *out << c.name; }
 
@@ -141,6 +143,7 @@ class Rank {
                                           {case_.rows, case_.positions}, generator, at::kLong);
     inputs.input_ids = tokens;
     inputs.targets = tokens.clone();
+    if (case_.packed) inputs.documents.starts = documents();
     if (spec_.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
     const auto outside = [&] { return runtime().pool()->total_bytes(); };
     // A rank that is still in the last exchange of the in-process backend holds what others sent.
@@ -157,6 +160,15 @@ class Rank {
     before_ = before;
     found_.peak = found_.peak_outside = 0;
     output.result.backward(at::full_like(output.result, 1e-3));
+  }
+
+  at::Tensor documents() const {
+    const at::Tensor starts = at::zeros({case_.rows, case_.positions}, at::kLong);
+    const std::int64_t third = case_.positions / 3;
+    for (const std::int64_t begin : {third, 2 * third}) {
+      starts.narrow(1, begin, case_.positions - begin).fill_(begin);
+    }
+    return starts;
   }
 
   void look() {
@@ -216,7 +228,7 @@ void expect_dry(const Found& real, const Found& dry, const MemoryCase& c, const 
   EXPECT_NEAR(static_cast<double>(real.kept), static_cast<double>(dry.kept), 64) << rank;
   // Ranks of one process hold what they sent until all of them have it; tiles of experts follow
   // their loads, which are even here.
-  const double may_differ = c.dims.tp > 1 ? 0.04 : source.spec.moe ? 0.02 : 0.0;
+  const double may_differ = c.dims.tp > 1 || c.dims.cp > 1 ? 0.04 : source.spec.moe ? 0.02 : 0.0;
   const auto peak = static_cast<double>(real.peak_outside);
   EXPECT_NEAR(peak, static_cast<double>(dry.peak_outside), 64 + may_differ * peak) << rank;
 }
@@ -301,12 +313,34 @@ std::vector<MemoryCase> dense_cases() {
           {.name = "tp", .dims = {.dp_shard = 2, .tp = 2}},
           {.name = "tp_selective", .dims = {.tp = 2}, .mode = kSelective},
           {.name = "tp_whole_sequence", .dims = {.tp = 2, .sequence = kWhole}, .compute = kBf16},
+          {.name = "cp", .dims = {.cp = 2, .context_parts = 4}, .positions = 128},
+          {.name = "cp4", .dims = {.cp = 4, .context_parts = 8}, .positions = 256},
+          {.name = "cp_full_bf16",
+           .dims = {.cp = 2, .context_parts = 4},
+           .mode = kFull,
+           .compute = kBf16,
+           .positions = 128},
+          {.name = "cp_heads",
+           .dims = {.cp = 2, .context_form = ContextForm::kHeads, .context_parts = 4},
+           .positions = 128},
+          {.name = "cp_packed",
+           .dims = {.cp = 2, .context_parts = 16},
+           .positions = 256,
+           .packed = true},
+          {.name = "cp_tp_selective",
+           .dims = {.cp = 2, .tp = 2, .context_parts = 4},
+           .mode = kSelective,
+           .positions = 128},
           {.name = "olmo2", .family = "olmo2", .compute = kBf16},
           {.name = "olmo2_tp", .family = "olmo2", .dims = {.tp = 2}},
           {.name = "gpt2", .family = "gpt2", .compute = kBf16},
           {.name = "gpt2_selective", .family = "gpt2", .mode = kSelective},
           {.name = "gpt2_tp", .family = "gpt2", .dims = {.tp = 2}},
           {.name = "gemma3", .family = "gemma3-text", .compute = kBf16},
+          {.name = "gemma3_cp",
+           .family = "gemma3-text",
+           .dims = {.cp = 2, .context_parts = 4},
+           .positions = 128},
           {.name = "gemma3_tp", .family = "gemma3-text", .dims = {.tp = 2}, .mode = kSelective},
           {.name = "granite", .family = "granite", .compute = kBf16},
           {.name = "granite_tp", .family = "granite", .dims = {.tp = 2}},
@@ -345,6 +379,14 @@ std::vector<MemoryCase> expert_cases() {
        .dims = {.tp = 2, .ep = 2, .sequence = kWhole}},
       {.name = "tp_router_on_all", .family = moe, .dims = {.tp = 2, .router = RouterTokens::kAll}},
       {.name = "deepseek", .family = "deepseek-v2", .compute = kBf16},
+      {.name = "deepseek_cp",
+       .family = "deepseek-v2",
+       .dims = {.cp = 2, .context_parts = 4},
+       .positions = 128},
+      {.name = "gpt_oss_cp",
+       .family = "gpt-oss",
+       .dims = {.cp = 2, .context_parts = 4},
+       .positions = 128},
       {.name = "gpt_oss", .family = "gpt-oss", .compute = kBf16},
       {.name = "mixtral", .family = "mixtral", .compute = kBf16},
       {.name = "qwen3_next", .family = "qwen3-next", .compute = kBf16},

@@ -15,7 +15,7 @@ Formulas::Formulas(const models::ModelSpec& spec, const Family& family, const De
       family_(family),
       d_(degrees),
       rank_(rank),
-      stream_(d_.positions * spec.hidden_size),
+      stream_(d_.positions_of_rank() * spec.hidden_size),
       e_(d_.dtypes == Dtypes::kFloat32 ? 4 : 2),
       w_(d_.dtypes == Dtypes::kBFloat16 ? 2 : 4) {
   chosen_.resize(kExperts);
@@ -75,10 +75,55 @@ void Formulas::leave() {
 }
 void Formulas::norms_over_heads() {
   if (d_.tp == 1 || !models::traits(spec_.family).qk_norm_over_heads) return;
-  for (int i = 0; i < 2; ++i) add("tp all_reduce", (d_.tp - 1) * d_.positions * 4);
+  for (int i = 0; i < 2; ++i) add("tp all_reduce", (d_.tp - 1) * d_.positions_of_rank() * 4);
 }
 void Formulas::enter_backward() { leave(); }
 void Formulas::leave_backward() { enter(); }
+
+Formulas::Attended Formulas::attended(std::int64_t layer) const {
+  const std::int64_t dims = models::attention_of(spec_, layer).dims;
+  const std::int64_t heads = spec_.num_attention_heads / d_.tp;
+  if (spec_.mla) {
+    return {heads * dims, heads * dims, spec_.mla->kv_lora_rank + spec_.mla->qk_rope_head_dim};
+  }
+  const auto all = models::key_value_heads(spec_);
+  const std::int64_t groups = all[static_cast<std::size_t>(layer) % all.size()];
+  const std::int64_t keys = std::max<std::int64_t>(1, groups / d_.tp) * dims;
+  return {heads * dims, keys, keys};
+}
+
+std::int64_t Formulas::reached_by_others() const {
+  const std::int64_t part = d_.positions / (2 * d_.cp);
+  return part * (d_.cp - 1 + rank_ / d_.tp % d_.cp);
+}
+
+void Formulas::attend(std::int64_t layer) {
+  if (d_.cp == 1) return;
+  const Attended of = attended(layer);
+  if (d_.form == ContextForm::kGather) {
+    return add("cp all_to_all", reached_by_others() * of.gathered * e_);
+  }
+  // Queries, keys and values to heads, results back: all but the own part of the heads.
+  const std::int64_t moved = d_.positions_of_rank() / d_.cp * (d_.cp - 1) * e_;
+  const std::int64_t results =
+      spec_.mla ? of.queries / models::attention_of(spec_, layer).dims * spec_.mla->v_head_dim
+                : of.queries / 2;
+  add("cp all_to_all", (of.queries + of.keys - results) * moved);
+  add("cp all_to_all", results * moved);
+}
+
+void Formulas::attend_backward(std::int64_t layer) {
+  if (d_.cp == 1) return;
+  if (d_.form == ContextForm::kHeads) return attend(layer);
+  const Attended of = attended(layer);
+  const std::int64_t part = d_.positions / (2 * d_.cp);
+  if (spec_.mla) {
+    // A rank sums its addends: one reach, to the end of its tail.
+    return add("cp all_to_all", part * (2 * d_.cp - 2 - rank_ / d_.tp % d_.cp) * of.gathered * 4);
+  }
+  add("cp all_to_all", reached_by_others() * of.gathered * e_);
+  add("cp all_to_all", 2 * part * (d_.cp - 1) * of.gathered * 4);
+}
 
 void Formulas::embedding() {
   leave();
@@ -88,7 +133,7 @@ void Formulas::embedding() {
 void Formulas::head() {
   enter();
   enter_backward();
-  if (d_.tp > 1) add("tp all_gather", (d_.tp - 1) * d_.positions * 12);
+  if (d_.tp > 1) add("tp all_gather", (d_.tp - 1) * d_.positions_of_rank() * 12);
 }
 
 bool Formulas::has_dense_block(std::int64_t layer) const {
@@ -99,6 +144,7 @@ bool Formulas::has_dense_block(std::int64_t layer) const {
 void Formulas::forward(std::int64_t layer) {
   enter();  // attention
   norms_over_heads();
+  attend(layer);
   leave();
   if (has_dense_block(layer)) {
     enter();
@@ -115,6 +161,7 @@ void Formulas::forward(std::int64_t layer) {
 
 void Formulas::backward(std::int64_t layer) {
   norms_over_heads();
+  attend_backward(layer);
   enter_backward();
   leave_backward();
   if (has_dense_block(layer)) {
@@ -129,7 +176,7 @@ void Formulas::backward(std::int64_t layer) {
   for (int i = 0; i < entries(); ++i) {
     if (way() == Way::kSliced && !through_shared) {
       // Slices of the tokens: the largest counts for all.
-      const std::int64_t largest = (d_.positions + d_.tp - 1) / d_.tp;
+      const std::int64_t largest = (d_.positions_of_rank() + d_.tp - 1) / d_.tp;
       add("tp all_gather", (d_.tp - 1) * largest * spec_.hidden_size * e_);
     } else {
       enter_backward();
@@ -140,7 +187,7 @@ void Formulas::backward(std::int64_t layer) {
 /// Rows to the experts of other ranks, and back to the tokens of other ranks.
 void Formulas::dispatch() {
   if (d_.ep == 1) return;
-  const int place = rank_ % (d_.shard * d_.tp) / d_.etp;  // within a replica, by ep
+  const int place = rank_ % (d_.shard * d_.cp * d_.tp) / d_.etp;  // within a replica, by ep
   const int own = place % d_.ep;
   const std::int64_t row = spec_.hidden_size * e_;
   std::int64_t out = 0;
@@ -156,9 +203,10 @@ void Formulas::dispatch() {
 
 /// How many tokens a rank sends to experts.
 std::int64_t Formulas::tokens_of(int rank) const {
-  if (d_.tp == 1 || way() == Way::kCut) return d_.positions;
-  const std::int64_t more = d_.positions % d_.tp;
-  return d_.positions / d_.tp + (rank % d_.tp < more ? 1 : 0);
+  const std::int64_t own = d_.positions_of_rank();
+  if (d_.tp == 1 || way() == Way::kCut) return own;
+  const std::int64_t more = own % d_.tp;
+  return own / d_.tp + (rank % d_.tp < more ? 1 : 0);
 }
 
 /// The experts that a token chooses and one rank of ep has.

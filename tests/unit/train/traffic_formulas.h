@@ -61,8 +61,11 @@ struct Degrees {
   std::int64_t positions = 16;
   Dtypes dtypes = Dtypes::kFloat32;
   Chosen chosen = Chosen::kAll;
+  int cp = 1;
+  ContextForm form = ContextForm::kGather;
   int data_ranks() const { return replicate * shard; }
-  int ranks() const { return data_ranks() * tp; }
+  int ranks() const { return data_ranks() * cp * tp; }
+  std::int64_t positions_of_rank() const { return positions / cp; }
   std::int64_t experts_per_token() const { return chosen == Chosen::kAll ? kExperts : 3; }
 };
 inline std::ostream& operator<<(std::ostream& out, const Degrees& degrees) {
@@ -95,6 +98,17 @@ class Formulas {
   void norms_over_heads();
   void enter_backward();
   void leave_backward();
+  /// Keys and values over cp, of parts that all begin within the first 32 positions.
+  void attend(std::int64_t layer);
+  void attend_backward(std::int64_t layer);
+  struct Attended {
+    std::int64_t queries,
+        keys;               ///< numbers of a position: of queries or results; of keys or values
+    std::int64_t gathered;  ///< that are gathered of it
+  };
+  Attended attended(std::int64_t layer) const;
+  /// Positions whose keys others reach, by the closed formula of a causal mask.
+  std::int64_t reached_by_others() const;
   void embedding();
   void head();
   void forward(std::int64_t layer);
@@ -109,7 +123,7 @@ class Formulas {
   const Family& family_;
   const Degrees& d_;
   int rank_;
-  std::int64_t stream_;  ///< X: elements of all positions of a micro-batch of one row
+  std::int64_t stream_;  ///< X: elements of a rank's positions of a micro-batch of one row
   std::int64_t e_;       ///< bytes of an element
   std::int64_t w_;       ///< of an addend that travels
   std::vector<std::int64_t> chosen_;
