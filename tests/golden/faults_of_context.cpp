@@ -401,7 +401,8 @@ std::vector<double> of_one_rank(const RankParts& rank, const SumStandIn::Values&
 }
 
 /// The losses of all, and the rank's counts.
-std::vector<double> counts_of_one_rank(const RankParts& rank, const SumStandIn::Values& of_ranks) {
+std::vector<double> counts_of_own_tokens(const RankParts& rank,
+                                         const SumStandIn::Values& of_ranks) {
   constexpr std::size_t kLosses = 2;
   auto sums = train::added_by_rank(of_ranks);
   const auto own = of_one_rank(rank, of_ranks);
@@ -461,7 +462,7 @@ std::vector<Fault> of_counts() {
        "Megatron-LM#3768, #4302", kQwen, two, sum(train::RankSum::kRouterLoad, of_one_rank),
        CaughtBy::kGradients, "mlp.gate.weight", Setting::kAuxiliaryLoss, false, 24},
       {"BiasOfLocalCounts", "Each rank moves the experts' bias by its own tokens",
-       "torchtitan #4154", kQwen, two, sum(train::RankSum::kStep, counts_of_one_rank),
+       "torchtitan #4154", kQwen, two, sum(train::RankSum::kStep, counts_of_own_tokens),
        CaughtBy::kBias, "mlp.expert_bias", Setting::kBalance, true, 25},
       {"SoftTokensOfARank", "Soft tokens are counted from the first of each rank's positions",
        "Megatron-Bridge#4783", kGemma, two, batch(soft_tokens_from_zero), CaughtBy::kGradients,
