@@ -42,8 +42,6 @@ struct Drawn {
   enum class Adapters { kNone, kOfAttention, kOfExperts } adapters = Adapters::kNone;
   bool muon = false;
   bool as_one = false;  ///< Muon steps fused weights as one matrix each
-  int context = 1;      ///< ranks of cp
-  ContextForm context_form = ContextForm::kGather;
 
   int ranks() const { return replicate * shard * cp * tp * pp; }
 };
@@ -61,10 +59,7 @@ inline std::ostream& operator<<(std::ostream& out, const Drawn& d) {
              << (d.frozen ? ", frozen" : "") << ", form " << d.form << ", aux " << d.aux_loss_coef
              << (d.adapters == Drawn::Adapters::kNone ? "" : ", adapters")
              << (d.adapters == Drawn::Adapters::kOfExperts ? " of experts" : "")
-             << (d.muon ? ", Muon" : "") << (d.as_one ? ", fused as one" : "")
-             << (d.context == 1                          ? ""
-                 : d.context_form == ContextForm::kHeads ? ", cp 2 heads"
-                                                         : ", cp 2");
+             << (d.muon ? ", Muon" : "") << (d.as_one ? ", fused as one" : "");
 }
 
 class Draws {
@@ -150,15 +145,11 @@ inline Drawn drawn(std::uint32_t seed) {
     using enum Drawn::Adapters;
     d.adapters = d.routed ? draw.one_of({kOfAttention, kOfExperts}) : kOfAttention;
   }
-  // Two heads of keys and values are not shared out over tp and cp; 15 positions have no four parts.
-  if (!has_states(d) && d.positions == 16 && d.ranks() <= 4 && draw.maybe()) {
-    d.context = 2;
-    if (d.tp == 1 && draw.maybe()) d.context_form = ContextForm::kHeads;
-  }
   return d;
 }
 
-/// The same run, of which every other one shares its rows over cp, where it has room for more ranks.
+/// The same run, of which every other one shares its rows over cp, where it has room for more ranks:
+/// two heads of keys and values are not shared out over tp and cp, 15 positions have no four parts.
 inline Drawn over_cp(Drawn d, std::uint32_t seed) {
   if (has_states(d) || d.ranks() > 4 || d.positions != 16 || seed % 2 == 1) return d;
   d.cp = 2;
@@ -191,8 +182,6 @@ inline Config config_of(const TemporaryFolder& folder, const Drawn& d) {
   for (int line = 0; line < 300; ++line) text += "line " + std::to_string(line) + " of a page.\n";
   folder.write("page.txt", text);
   set_parallelism(config, d);
-  config.parallelism.context_parallel_degree = d.context;
-  config.parallelism.context_parallel_form = d.context_form;
   config.parallelism.pipeline_parallel_degree = d.pp;
   config.parallelism.reshard_after_forward = d.reshard;
   config.pipeline.schedule = d.schedule;
