@@ -382,7 +382,7 @@ TEST(ContextTraining, OtherDrawsOfDropoutAreFarOutsideOfTheBounds) {
   EXPECT_GT(std::abs(other.losses.back() - of_whole_rows(c).losses.back()), 20 * kStepLossBound);
 }
 
-// Data order and checkpoints do not know cp: a run goes on where each rank has other positions.
+// Data order and checkpoints do not know cp: a run resumes where each rank has other positions.
 TEST(ContextTraining, ResumesWithOtherRanksOfTheSameRows) {
   const Case whole{.folder = "qwen3-moe-fp32", .rows = Rows::kPacked};
   const TrainingRun& expected = of_whole_rows(whole);
