@@ -58,12 +58,15 @@ SharedAttention attention_of_layer(const models::ModelSpec& spec, std::int64_t l
 }
 
 /// How many layers have each kind of attention.
-std::map<SharedAttention, std::int64_t> attentions_of(const models::ModelSpec& spec, int tp) {
+std::map<SharedAttention, std::int64_t> attentions_of(const models::ModelSpec& spec, int tp,
+                                                      KernelsOf kernels) {
   std::map<SharedAttention, std::int64_t> found;
   for (std::int64_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
-    if (!spec.is_linear(layer) && !spec.sees_nothing(layer)) {
-      ++found[attention_of_layer(spec, layer, tp)];
-    }
+    if (spec.is_linear(layer) || spec.sees_nothing(layer)) continue;
+    SharedAttention of = attention_of_layer(spec, layer, tp);
+    // The first keys of chunks lie on the device, where the host does not read them.
+    if (kernels != KernelsOf::kCpu) of.chunk = 0;
+    ++found[of];
   }
   return found;
 }
@@ -241,7 +244,7 @@ std::optional<ContextOfRun> context_of_run(const Config& config, const models::M
   const std::int64_t positions = config.training.seq_len.value_or(0);
   const std::int64_t rows = config.training.local_batch_size.value_or(1);
   if (positions > 0) check_positions(config.parallelism, positions);
-  const auto layers = attentions_of(spec, dims.tp);
+  const auto layers = attentions_of(spec, dims.tp, kernels);
   ContextOfRun found{.dims = dims, .positions = positions};
   for (const auto& [of, count] : layers) found.layers += count;
   found.placements = placements_of(spec, dims);

@@ -228,7 +228,6 @@ const std::vector<Degrees> kContextLayouts{
 const std::vector<Degrees> kOnceContextLayouts{
     {.name = "cp4_bf16", .positions = 32, .dtypes = kBf16, .cp = 4},
     {.name = "dp2_cp2_ep4_two", .shard = 2, .ep = 4, .micro_batches = 2, .cp = 2},
-    {.name = "cp2_tp2_ep2_whole", .tp = 2, .ep = 2, .sequence = false, .cp = 2},
 };
 
 std::string name_of(const ::testing::TestParamInfo<std::tuple<Family, Degrees>>& info) {

@@ -48,14 +48,12 @@ TEST(DryStep, HoldsWhatARunHolds) {
 }
 
 // The two proofs above are of shared rows, too.
-TEST(DryStep, SomeDrawnRunsShareRowsInEachForm) {
-  int gathers = 0, heads = 0;
+TEST(DryStep, SomeDrawnRunsShareRows) {
+  int shared = 0;
   for (std::uint32_t seed = 1; seed <= 12; ++seed) {
-    const Drawn d = over_cp(drawn(seed), seed);
-    if (d.cp > 1) ++(d.context_form == ContextForm::kGather ? gathers : heads);
+    shared += over_cp(drawn(seed), seed).cp > 1 ? 1 : 0;
   }
-  EXPECT_GT(gathers, 0);
-  EXPECT_GT(heads, 0);
+  EXPECT_GE(shared, 2);
 }
 
 /// Experts over several ranks, the most of them that the layout has room for.
