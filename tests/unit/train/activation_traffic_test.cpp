@@ -227,6 +227,8 @@ const std::vector<Degrees> kContextLayouts{
 };
 const std::vector<Degrees> kOnceContextLayouts{
     {.name = "cp4_bf16", .positions = 32, .dtypes = kBf16, .cp = 4},
+    {.name = "cp4_ep2", .ep = 2, .positions = 32, .cp = 4},
+    {.name = "cp2_tp2_whole", .tp = 2, .sequence = false, .cp = 2},
     {.name = "dp2_cp2_ep4_two", .shard = 2, .ep = 4, .micro_batches = 2, .cp = 2},
 };
 

@@ -148,12 +148,12 @@ inline Drawn drawn(std::uint32_t seed) {
   return d;
 }
 
-/// The same run, of which every other one shares its rows over cp, where it has room for more ranks:
-/// two heads of keys and values are not shared out over tp and cp, 15 positions have no four parts.
+/// The same run; where it has room for more ranks, most share their rows over cp: two heads of keys
+/// and values are not shared out over tp and cp, 15 positions have no four parts.
 inline Drawn over_cp(Drawn d, std::uint32_t seed) {
-  if (has_states(d) || d.ranks() > 4 || d.positions != 16 || seed % 2 == 1) return d;
+  if (has_states(d) || d.ranks() > 4 || d.positions != 16 || seed % 5 == 0) return d;
   d.cp = 2;
-  if (d.tp == 1 && seed % 4 == 0) d.context_form = ContextForm::kHeads;
+  if (d.tp == 1 && seed % 2 == 1) d.context_form = ContextForm::kHeads;
   return d;
 }
 
