@@ -219,9 +219,9 @@ inline constinit thread_local ThreadHook<void(const std::string& unit, const voi
 /// thread that runs the model.
 inline constinit thread_local ThreadHook<at::Tensor(nn::StatePart part, const at::Tensor& starts)>
     starts_of_state;
-/// Context parallelism, on the thread that runs the model. models/context/context_inputs.h: the rows
-/// that a forward goes by. nn/attention/context_attention.h: the mask of whole rows, which may be
-/// changed. parallel/context_exchange.h: what an exchange takes or gives, which may be changed.
+/// Context parallelism, on the thread that runs the model. models/context/context_inputs.h: the
+/// rows that a forward goes by. nn/attention/context_attention.h: the mask of whole rows, which may
+/// be changed. parallel/context_exchange.h: what an exchange takes or gives, which may be changed.
 inline constinit thread_local ThreadHook<std::shared_ptr<const nn::ContextRows>(
     const models::ModelInputs& batch, const std::shared_ptr<const nn::ContextRows>& rows)>
     context_rows;

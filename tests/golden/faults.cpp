@@ -93,8 +93,8 @@ const std::string& adapted_projections() {
   return folder;
 }
 
-/// Three documents a row: one is longer than a chunk of the delta rule, and none begins at a chunk's
-/// begin.
+/// Three documents a row: one is longer than a chunk of the delta rule, and none begins at a
+/// chunk's begin.
 void pack(train::MicroBatch& batch) {
   const std::int64_t tokens = batch.input_ids.size(1), second = 5, third = tokens - 7;
   at::Tensor starts = at::zeros_like(batch.input_ids);

@@ -1,6 +1,6 @@
 // Faults of ranks that share the positions of rows: exchanges that join or sum wrongly, masks and
-// positions of a rank instead of the row, counts of one rank, sums over other ranks. The numbers are
-// those of docs/context.md. Rows have 24 positions; a part has 24 / (2 cp).
+// positions of a rank instead of the row, counts of one rank, sums over other ranks. The numbers
+// are those of docs/context.md. Rows have 24 positions; a part has 24 / (2 cp).
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -130,12 +130,12 @@ bool first_rank_alone(const RankParts& rank, const ContextSite&, std::vector<at:
 std::vector<Fault> of_exchanges() {
   const Degrees two{.cp = 2};
   return {
-      {"GatheredRankByRank", "Gathered positions stand rank by rank", "slime#1871", kDense, two,
+      {"GatheredRankByRank", "Gathered positions stand rank by rank", "slime #1871", kDense, two,
        each(Kind::kGathered, rank_by_rank), CaughtBy::kGradients, "k_proj.weight", Setting::kPlain,
        false, 1},
       {"HeadsCutForPositions",
        "The all-to-all of heads cuts them where positions are",
-       "next to torchtitan#3978",
+       "next to torchtitan #3978",
        kLearned,
        {.cp = 2, .form = ContextForm::kHeads},
        each(Kind::kHeads, blocks_of_positions),
@@ -144,37 +144,37 @@ std::vector<Fault> of_exchanges() {
        Setting::kPlain,
        false,
        2},
-      {"AddendsInBFloat16", "Addends to dK and dV travel in bf16", "torchtitan#3972", kDense, two,
+      {"AddendsInBFloat16", "Addends to dK and dV travel in bf16", "torchtitan #3972", kDense, two,
        each(Kind::kAddends,
             [](const ContextSite&, const at::Tensor& x) {
               return x.to(at::kBFloat16).to(x.scalar_type());
             }),
        CaughtBy::kGradients, "k_proj.weight", Setting::kPlain, true, 3},
       {"OnePartAlone", "The second part of a rank adds nothing to dK and dV",
-       "next to ring-flash-attention#82", kDense, two,
+       "next to ring-flash-attention #82", kDense, two,
        each(Kind::kAddends,
             [](const ContextSite& site, const at::Tensor& x) {
               return is_second_part(site) ? at::zeros_like(x) : x;
             }),
        CaughtBy::kGradients, "k_proj.weight", Setting::kPlain, true, 4},
       {"KeyGradientsAllReduced", "dK and dV are all-reduced where the owner has the sum",
-       "ring-flash-attention#82", kDense, two,
+       "next to ring-flash-attention #82", kDense, two,
        each(Kind::kSums,
             [](const ContextSite& site, const at::Tensor& x) {
               return parallel::exchange_sum(x, site.axis, std::nullopt, "once more");
             }),
        CaughtBy::kGradients, "k_proj.weight", Setting::kPlain, true, 5},
-      {"KeyGradientsDivided", "dK and dV are divided by cp", "next to verl#6609", kDense, two,
+      {"KeyGradientsDivided", "dK and dV are divided by cp", "next to verl #6609", kDense, two,
        each(Kind::kSums,
             [](const ContextSite& site, const at::Tensor& x) { return x / site.axis.size; }),
        CaughtBy::kGradients, "k_proj.weight", Setting::kPlain, true, 6},
       {"LatentsGradientOfOneRank", "The gradient of gathered latents is what one rank adds",
-       "Megatron-Bridge#4783", kDeepseek, two, exchange(Kind::kAddends, first_rank_alone),
+       "next to Megatron-Bridge #4783", kDeepseek, two, exchange(Kind::kAddends, first_rank_alone),
        CaughtBy::kGradients, "kv_a_proj_with_mqa.weight", Setting::kPlain, true, 27},
       {"KeysForValuesOnOneRank",
        "One rank takes keys and values in another order (they travel in one batch; here they are "
        "swapped when they have arrived)",
-       "VeOmni#979", kDense, two, exchange(Kind::kGathered, swap_on_second_rank),
+       "next to VeOmni #979", kDense, two, exchange(Kind::kGathered, swap_on_second_rank),
        CaughtBy::kGradients, "k_proj.weight", Setting::kPlain, false, 30},
   };
 }
@@ -208,8 +208,8 @@ bool ends_at_the_run(nn::AttentionMask& mask, const layout::ContextCut& cut) {
   return true;
 }
 
-/// A rank's positions count from 0. The model cuts ids and targets by the places that rope takes, so
-/// that these are moved to where it will look.
+/// A rank's positions count from 0. The model cuts ids and targets by the places that rope takes:
+/// these are moved to where it will look.
 Changes positions_from_zero() {
   return {.context = [](const RankParts& rank) {
     ContextStandIn stand_in;
@@ -299,7 +299,7 @@ std::vector<Fault> of_masks() {
   return {
       {"WindowJudgedByOwnPositions",
        "A window longer than a rank's positions is left out",
-       "accelerate#4177",
+       "accelerate #4177",
        kWindows,
        {.cp = 4},
        mask([](nn::AttentionMask& mask, const layout::ContextCut& cut) {
@@ -312,7 +312,7 @@ std::vector<Fault> of_masks() {
        Setting::kPlain,
        false,
        15},
-      {"SinksDropped", "Sinks do not reach the attention", "prime-rl#3397", kGptOss, two,
+      {"SinksDropped", "Sinks do not reach the attention", "prime-rl #3397", kGptOss, two,
        mask([](nn::AttentionMask& mask, const layout::ContextCut&) {
          const bool has_sinks = mask.sinks.defined();
          if (has_sinks) mask.sinks = at::full_like(mask.sinks, -1e30) + 0 * mask.sinks;
@@ -320,13 +320,13 @@ std::vector<Fault> of_masks() {
        }),
        CaughtBy::kGradients, "self_attn.sinks", Setting::kPlain, false, 16},
       {"ImagesEndAtTheRun", "Queries of an image see keys up to the end of their run",
-       "next to accelerate#4177", kGemma, two, mask(ends_at_the_run), CaughtBy::kGradients,
+       "next to accelerate #4177", kGemma, two, mask(ends_at_the_run), CaughtBy::kGradients,
        "q_proj.weight", Setting::kPlain, false, 18},
-      {"StartsNotCut", "A rank's queries go by the first starts of the row", "prime-rl#2392",
+      {"StartsNotCut", "A rank's queries go by the first starts of the row", "prime-rl #2392",
        kDense, two, mask(begins_not_cut), CaughtBy::kGradients, "q_proj.weight", Setting::kPacked,
        false, 19},
       {"ChunksOfLocalPositions", "Chunks begin where a rank's positions do",
-       "next to accelerate#4177", kLlama4, two, mask(begins_not_cut), CaughtBy::kGradients,
+       "next to accelerate #4177", kLlama4, two, mask(begins_not_cut), CaughtBy::kGradients,
        "q_proj.weight", Setting::kPlain, false, 20},
   };
 }
@@ -334,25 +334,25 @@ std::vector<Fault> of_masks() {
 std::vector<Fault> of_positions() {
   const Degrees two{.cp = 2};
   return {
-      {"RopeFromZero", "Rope counts from 0 on each rank", "next to Automodel#1482", kDense, two,
+      {"RopeFromZero", "Rope counts from 0 on each rank", "next to Automodel #1482", kDense, two,
        positions_from_zero(), CaughtBy::kGradients, "q_proj.weight", Setting::kPlain, false, 13},
       {"PositionsOfTheRow",
        "Positions of packed rows count from the row's beginning (learned ones: rope sees "
        "differences alone)",
-       "Megatron-LM#5243", kLearned, two, positions_of_the_row(), CaughtBy::kGradients,
+       "Megatron-LM #5243", kLearned, two, positions_of_the_row(), CaughtBy::kGradients,
        "wpe.weight", Setting::kPacked, false, 14},
       {"TemperatureOfLocalPositions",
        "The temperature of queries (and rope, which has the same places) counts from 0 on each "
        "rank",
-       "next to Automodel#1482", kLlama4, two, positions_from_zero(), CaughtBy::kGradients,
+       "next to Automodel #1482", kLlama4, two, positions_from_zero(), CaughtBy::kGradients,
        "layers.3.self_attn.q_proj.weight", Setting::kPlain, false, 21},
       {"DropoutOfLocalPositions", "Dropout is drawn by positions from 0 on each rank",
-       "next to Automodel#1482", kDense, two, dropout_by_local_position(), CaughtBy::kGradients,
+       "next to Automodel #1482", kDense, two, dropout_by_local_position(), CaughtBy::kGradients,
        "q_proj.lora_A.weight", Setting::kDropout, false, 22},
       {"CutByTpFirst",
        "tp cuts rows before cp (the model cuts by cp alone; here a rank is given the tokens of "
        "such a cut)",
-       "Megatron-LM#1464",
+       "next to Automodel #1482",
        kDense,
        {.tp = 2, .cp = 2},
        batch(cut_by_tp_first),
@@ -362,7 +362,7 @@ std::vector<Fault> of_positions() {
        false,
        29},
       {"CutByLocalStarts", "One rank's parts go by other work than those of all",
-       "next to VeOmni#979", kDense, two, cut_by_local_starts(), CaughtBy::kStep, "",
+       "next to VeOmni #979", kDense, two, cut_by_local_starts(), CaughtBy::kStep, "",
        Setting::kPlain, false, 31},
   };
 }
@@ -437,14 +437,14 @@ void soft_tokens_from_zero(const RankParts& rank, const train::MicroBatch& batch
 std::vector<Fault> of_counts() {
   const Degrees two{.cp = 2};
   return {
-      {"LabelsTimesCp", "Unmasked targets are counted by every rank", "prime-rl#2562", kDense, two,
+      {"LabelsTimesCp", "Unmasked targets are counted by every rank", "prime-rl #2562", kDense, two,
        sum(train::RankSum::kLabels,
            [](const RankParts& rank, const SumStandIn::Values& of_ranks) {
              return times(train::added_by_rank(of_ranks), cp_size(rank));
            }),
        CaughtBy::kGradients, "lm_head.weight", Setting::kPlain, false, 10},
-      {"MeanOfOwnLabels", "Each rank's loss is the mean over its own targets", "verl#6609", kDense,
-       two,
+      {"MeanOfOwnLabels", "Each rank's loss is the mean over its own targets", "next to verl #6609",
+       kDense, two,
        sum(train::RankSum::kLabels,
            [](const RankParts& rank, const SumStandIn::Values&) {
              return std::vector<double>{own_labels(rank) * cp_size(rank)};
@@ -453,20 +453,20 @@ std::vector<Fault> of_counts() {
       {"LabelsShiftedAfterTheCut",
        "Targets are shifted within a rank's positions (rows have shifted ones when they are cut; "
        "here they are replaced before)",
-       "Megatron-LM#4494", kDense, two, batch(shift_after_the_cut), CaughtBy::kGradients,
+       "next to Megatron-LM #4494", kDense, two, batch(shift_after_the_cut), CaughtBy::kGradients,
        "lm_head.weight", Setting::kPlain, false, 12},
       {"RoutingNotCut", "Imposed experts are those of the row's first tokens",
-       "next to Megatron-LM#4302", kQwen, two, batch(routing_not_cut), CaughtBy::kGradients,
+       "next to Megatron-LM #4302", kQwen, two, batch(routing_not_cut), CaughtBy::kGradients,
        "mlp.experts", Setting::kRouting, false, 23},
       {"AuxiliaryLossOfOneRank", "The auxiliary loss weighs by one rank's choices",
-       "Megatron-LM#3768, #4302", kQwen, two, sum(train::RankSum::kRouterLoad, of_one_rank),
+       "Megatron-LM #3768, #4302", kQwen, two, sum(train::RankSum::kRouterLoad, of_one_rank),
        CaughtBy::kGradients, "mlp.gate.weight", Setting::kAuxiliaryLoss, false, 24},
       {"BiasOfLocalCounts", "Each rank moves the experts' bias by its own tokens",
        "torchtitan #4154", kQwen, two, sum(train::RankSum::kStep, counts_of_own_tokens),
        CaughtBy::kBias, "mlp.expert_bias", Setting::kBalance, true, 25},
       {"SoftTokensOfARank", "Soft tokens are counted from the first of each rank's positions",
-       "Megatron-Bridge#4783", kGemma, two, batch(soft_tokens_from_zero), CaughtBy::kGradients,
-       "embed_vision", Setting::kPlain, false, 28},
+       "next to Megatron-Bridge #4783", kGemma, two, batch(soft_tokens_from_zero),
+       CaughtBy::kGradients, "embed_vision", Setting::kPlain, false, 28},
   };
 }
 
@@ -489,15 +489,15 @@ std::vector<Fault> of_sums() {
   const Degrees two{.cp = 2};
   const std::string shard(axis::kShard), context(axis::kContext);
   return {
-      {"DenseNotSummedOverCp", "Dense gradients are not summed over cp", "next to verl#6609",
+      {"DenseNotSummedOverCp", "Dense gradients are not summed over cp", "next to verl #6609",
        kDense, two, reductions("q_proj", {}), CaughtBy::kSharding, "q_proj.weight", Setting::kPlain,
        false, 7},
       {"DenseSummedTwice", "Dense gradients are summed over cp, and again as replicas",
-       "next to verl#6609", kDense, two, reductions("q_proj", {{context}, {context}, 1}),
+       "next to verl #6609", kDense, two, reductions("q_proj", {{context}, {context}, 1}),
        CaughtBy::kSharding, "q_proj.weight", Setting::kPlain, false, 8},
       {"CpAsReplicas",
        "Ranks of cp are taken for replicas of HSDP",
-       "Automodel#2768",
+       "Automodel #2768",
        kDense,
        {.shard = 2, .cp = 2},
        reductions("q_proj", {{shard}, {context}, 1}),
@@ -507,7 +507,7 @@ std::vector<Fault> of_sums() {
        false,
        9},
       {"SinksOfOwnHeads", "The gradient of sinks is taken for one that is cut by heads",
-       "torchtitan#3978, #4450", kGptOss, two, sinks_of_own_heads(), CaughtBy::kGradients,
+       "torchtitan #3978, #4450", kGptOss, two, sinks_of_own_heads(), CaughtBy::kGradients,
        "self_attn.sinks", Setting::kPlain, true, 17},
       {"ExpertsSummedOverCp",
        "Experts are summed over the ranks of cp that hold others",
@@ -522,7 +522,7 @@ std::vector<Fault> of_sums() {
        26},
       {"NormOfEveryRankOfCp",
        "The norm counts each shard once a rank of cp",
-       "verl#6609",
+       "next to verl #6609",
        kDense,
        two,
        {.norm =
@@ -551,13 +551,14 @@ std::vector<Fault> faults_of_context() {
 
 std::vector<std::string> other_rows_of_context() {
   return {
-      "| 32 | A batch brings the cut of rows of another length | next to Megatron-LM#4494 | tp 1, "
+      "| 32 | A batch brings the cut of rows of another length | next to Megatron-LM #4494 | tp 1, "
       "cp 2 | refusal in the step | `expected one of these rows` |",
-      "| 34 | The second piece of a row's logits is dropped as a replica's | next to slime#1871 | "
+      "| 34 | The second piece of a row's logits is dropped as a replica's | next to slime #1871 | "
       "tp 1, cp 2 | refusal of the file | `logits was written` |",
-      "| 35 | A recorded region holds the gather, which a replay would leave out | VeOmni#979 | "
+      "| 35 | A recorded region holds the gather, which a replay would leave out | next to VeOmni "
+      "#979 | "
       "tp 1, cp 2 | refusal of the recording | `attention over ranks of a context region` |",
-      "| 36 | Addends to dK and dV are added as they arrive | next to ring-flash-attention#42 | "
+      "| 36 | Addends to dK and dV are added as they arrive | next to ring-flash-attention #42 | "
       "tp 1, cp 2 | bits | `k` |",
   };
 }
