@@ -236,6 +236,12 @@ at::Tensor adapter_input(const at::Tensor& x, const at::Tensor& factors, at::Sca
   return by_token(factors.defined() ? wide * factors : wide);
 }
 
+/// Goes from forward to backward, which drops the same elements.
+struct HeldDraw : torch::CustomClassHolder {
+  explicit HeldDraw(DropoutDraw of_forward) : draw(std::move(of_forward)) {}
+  const DropoutDraw draw;
+};
+
 /// Saves for backward x in its own dtype, which the frozen layer holds too, and [M, R].
 struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& base, const at::Tensor& x,
@@ -249,10 +255,7 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({x, a, b, hidden});
     ctx->saved_data["scale"] = scale;
-    ctx->saved_data["probability"] = draw.probability;
-    ctx->saved_data["stream"] = static_cast<std::int64_t>(draw.stream);
-    ctx->saved_data["first_row"] = draw.first_row;
-    ctx->saved_data["first_column"] = draw.first_column;
+    ctx->saved_data["draw"] = c10::IValue::make_capsule(c10::make_intrusive<HeldDraw>(draw));
     return (base.to(a.scalar_type()) + delta).to(base.scalar_type());
   }
 
@@ -263,10 +266,9 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
     const at::Tensor& x = saved[0];
     const at::Tensor& a = saved[1];
     const at::Tensor& b = saved[2];
-    const DropoutDraw draw{ctx->saved_data["probability"].toDouble(),
-                           static_cast<std::uint64_t>(ctx->saved_data["stream"].toInt()),
-                           ctx->saved_data["first_row"].toInt(),
-                           ctx->saved_data["first_column"].toInt()};
+    const auto held =
+        c10::dynamic_intrusive_pointer_cast<HeldDraw>(ctx->saved_data["draw"].toCapsule());
+    const DropoutDraw& draw = held->draw;
     const at::Tensor grad =
         by_token(grads[0]).to(a.scalar_type()) * ctx->saved_data["scale"].toDouble();
     const at::Tensor grad_hidden = base::mm(grad, b);
