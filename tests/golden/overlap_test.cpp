@@ -384,7 +384,11 @@ struct Product {
     const int layers = c.pipeline.stages * kPlans[choice[2]].per_rank;
     const models::ModelSpec spec = spec_of(c.pipeline.folder);
     if (layers > spec.num_hidden_layers) return false;
-    if (c.pipeline.degrees.cp > 1 && has_state(spec)) return false;
+    const Degrees& of = c.pipeline.degrees;
+    if (of.cp > 1 && has_state(spec)) return false;
+    for (const std::int64_t heads : kv_heads_of(c.pipeline.folder)) {
+      if (of.form == ContextForm::kHeads && heads % (of.cp * of.tp) != 0) return false;
+    }
     return test::full_proof() || is_short(c);
   }
   /// Enough for ./test: more than two ranks of a stage have plain runs alone.
