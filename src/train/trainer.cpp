@@ -117,7 +117,7 @@ class Trainer {
                  source_.spec.vocab_size / dims_.tp, room_of(world.device()));
     if (validation_) {
       open_as("validation.path", [&] {
-        check_positions(config.parallelism, validation_->row_tokens());
+        check_positions(config.parallelism, validation_->row_tokens(), "validation.path");
         models::check_learned_positions(source_.spec, validation_->row_tokens());
       });
     }

@@ -290,15 +290,15 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
   return dims;
 }
 
-void check_positions(const ParallelismConfig& parallelism, std::int64_t positions) {
+void check_positions(const ParallelismConfig& parallelism, std::int64_t positions,
+                     std::string_view key) {
   const int tp = parallelism.tensor_parallel_degree;
   const int cp = parallelism.context_parallel_degree;
   const int parts = context_parts(parallelism);
   const int shared_by = parallelism.sequence_parallel ? tp : 1;
   if (cp == 1 && parts == 1) {
-    TESSERA_CHECK(positions % shared_by == 0, ErrorKind::kConfig,
-                  "training.seq_len: found rows of ", positions,
-                  " tokens, expected a multiple of tensor_parallel_degree = ", tp,
+    TESSERA_CHECK(positions % shared_by == 0, ErrorKind::kConfig, key, ": found rows of ",
+                  positions, " tokens, expected a multiple of tensor_parallel_degree = ", tp,
                   ", whose ranks share them out; change either, or set "
                   "parallelism.sequence_parallel = false");
     return;
@@ -316,8 +316,7 @@ void check_positions(const ParallelismConfig& parallelism, std::int64_t position
       below >= fewest && below > 0 ? concat(below, " or ", above) : concat(above);
   const bool divides_parts = positions % parts == 0;
   TESSERA_CHECK(
-      false, ErrorKind::kConfig, "training.seq_len: found rows of ", positions,
-      " tokens, expected ",
+      false, ErrorKind::kConfig, key, ": found rows of ", positions, " tokens, expected ",
       positions % step == 0 ? concat("at least ", kFewestOfRank,
                                      " for each of context_parallel_degree = ", cp, " ranks")
       : !divides_parts      ? concat("a multiple of the ", parts,
@@ -325,7 +324,7 @@ void check_positions(const ParallelismConfig& parallelism, std::int64_t position
                                      ", context_parallel_parts)")
                             : concat("a multiple of context_parallel_degree = ", cp,
                                      " x tensor_parallel_degree = ", tp, ", whose ranks share them out"),
-      "; take rows of ", nearest, ", or change the degrees under [parallelism]");
+      "; take rows of ", nearest, ", or change the degrees or parts under [parallelism]");
 }
 
 int ranks_to_spawn(const ParallelismConfig& p) {

@@ -63,8 +63,9 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
 
 /// Errors: kConfig for rows of `positions` tokens that are no multiple of their parts, that context
 /// and sequence parallelism cannot share out, or that leave a rank fewer than 4 of them; with the
-/// nearest lengths that go.
-void check_positions(const ParallelismConfig& parallelism, std::int64_t positions);
+/// nearest lengths that go. `key`: what has these rows.
+void check_positions(const ParallelismConfig& parallelism, std::int64_t positions,
+                     std::string_view key = "training.seq_len");
 
 /// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.
 int ranks_to_spawn(const ParallelismConfig& parallelism);
