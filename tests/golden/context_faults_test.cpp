@@ -30,8 +30,8 @@ TEST(ContextFaults, ACutOfRowsOfAnotherLengthIsRefused) {
   }
 }
 
-/// In the pass for logits, whose batch comes first, each rank says that it has the positions of the
-/// first one: the others' are taken for copies.
+/// In the pass for logits, which comes first of two, the second rank says that it has the positions
+/// of the first one: its own are taken for copies.
 void drop_second_pieces(const Mesh& /*mesh*/, const train::MicroBatch& /*batch*/) {
   static thread_local std::optional<test_hooks::Set<decltype(test_hooks::context_rows)>> held;
   if (held) {
@@ -40,8 +40,11 @@ void drop_second_pieces(const Mesh& /*mesh*/, const train::MicroBatch& /*batch*/
   }
   held.emplace(test_hooks::context_rows,
                [asked = 0](const models::ModelInputs& batch, const Rows& rows) mutable -> Rows {
-                 if (asked++ > 0) return rows;  // for the forward
-                 return nn::context_rows(rows->cut, 0, batch.input_ids.device());
+                 const bool is_first_rank = rows->numbers->front() == 0;
+                 if (asked++ > 0 || is_first_rank) return rows;  // later ones: of the forward
+                 layout::ContextCut cut = rows->cut;
+                 for (int& owner : cut.owner) owner = 1 - owner;
+                 return nn::context_rows(cut, 1, batch.input_ids.device());
                });
 }
 
@@ -53,7 +56,7 @@ TEST(ContextFaults, LogitsWithoutTheSecondPieceAreRefused) {
   };
   EXPECT_TRUE(run().logits.defined());
   const test_hooks::Set dropped(test_hooks::took_micro_batch, drop_second_pieces);
-  EXPECT_THAT(error_of(ErrorKind::kUsage, run), Says("logits was written"));
+  EXPECT_THAT(error_of(ErrorKind::kUsage, run), Says("was written not at all"));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include "golden/faults.h"
 #include "layout/context_cut.h"
+#include "nn/documents.h"
 #include "parallel/collectives.h"
 #include "tessera/clip.h"
 
@@ -362,8 +363,8 @@ std::vector<Fault> of_positions() {
        false,
        29},
       {"CutByLocalStarts", "One rank's parts go by other work than those of all",
-       "next to VeOmni #979", kDense, two, cut_by_local_starts(), CaughtBy::kStep, "",
-       Setting::kPlain, false, 31},
+       "next to VeOmni #979", kDense, two, cut_by_local_starts(), CaughtBy::kStep,
+       "ranks disagree: all_to_all of keys and values", Setting::kPlain, false, 31},
   };
 }
 
@@ -422,16 +423,34 @@ void routing_not_cut(const RankParts& rank, const train::MicroBatch& batch) {
 
 /// The second rank's image tokens are the first of the batch: the others are moved behind them, to
 /// positions that it does not have.
-void soft_tokens_from_zero(const RankParts& rank, const train::MicroBatch& batch) {
-  if (cp_rank(rank) != 1) return;
+void move_soft_tokens(const RankParts& rank, const train::MicroBatch& batch) {
   constexpr std::int64_t kImage = 120, kText = 9;
-  const at::Tensor are_images = batch.input_ids.eq(kImage);
-  const at::Tensor own = own_places(rank, batch.input_ids.size(1));
-  at::Tensor moved = are_images.sum() - are_images.index_select(1, own).sum();
-  const at::Tensor is_own = at::zeros_like(are_images).index_fill_(1, own, true);
-  batch.input_ids.masked_fill_(are_images.logical_and(is_own.logical_not()), kText);
-  const std::int64_t last_row = batch.input_ids.size(0) - 1, tail = batch.input_ids.size(1) * 3 / 4;
-  batch.input_ids[last_row].narrow(0, tail, moved.item<std::int64_t>()).fill_(kImage);
+  const at::Tensor& ids = batch.input_ids;
+  const at::Tensor own = own_places(rank, ids.size(1));
+  const at::Tensor is_own = at::zeros_like(ids, at::kBool).index_fill_(1, own, true);
+  const at::Tensor others = ids.eq(kImage).logical_and(is_own.logical_not());
+  const auto moved = others.sum().item<std::int64_t>();
+  ids.masked_fill_(others, kText);
+  ids[ids.size(0) - 1].narrow(0, ids.size(1) * 3 / 4, moved).fill_(kImage);
+  batch.token_types->copy_(ids.eq(kImage));
+}
+
+/// The mask stays that of the batch.
+Changes soft_tokens_from_zero() {
+  return {.context = [](const RankParts& rank) {
+    const auto ends = std::make_shared<at::Tensor>();
+    ContextStandIn stand_in;
+    stand_in.batch = [=](const train::MicroBatch& batch) {
+      if (cp_rank(rank) != 1) return;
+      *ends = nn::ends_of_runs(batch.token_types->eq(1), batch.documents);
+      move_soft_tokens(rank, batch);
+      rank.act();
+    };
+    stand_in.mask = [=](nn::AttentionMask& mask, const nn::Documents&) {
+      if (mask.ends.defined() && ends->defined()) mask.ends = *ends;
+    };
+    return stand_in;
+  }};
 }
 
 std::vector<Fault> of_counts() {
@@ -442,19 +461,19 @@ std::vector<Fault> of_counts() {
            [](const RankParts& rank, const SumStandIn::Values& of_ranks) {
              return times(train::added_by_rank(of_ranks), cp_size(rank));
            }),
-       CaughtBy::kGradients, "lm_head.weight", Setting::kPlain, false, 10},
+       CaughtBy::kGradients, "embed_tokens.weight", Setting::kPlain, false, 10},
       {"MeanOfOwnLabels", "Each rank's loss is the mean over its own targets", "next to verl #6609",
        kDense, two,
        sum(train::RankSum::kLabels,
            [](const RankParts& rank, const SumStandIn::Values&) {
              return std::vector<double>{own_labels(rank) * cp_size(rank)};
            }),
-       CaughtBy::kGradients, "lm_head.weight", Setting::kPlain, false, 11},
+       CaughtBy::kGradients, "embed_tokens.weight", Setting::kPlain, false, 11},
       {"LabelsShiftedAfterTheCut",
        "Targets are shifted within a rank's positions (rows have shifted ones when they are cut; "
        "here they are replaced before)",
        "next to Megatron-LM #4494", kDense, two, batch(shift_after_the_cut), CaughtBy::kGradients,
-       "lm_head.weight", Setting::kPlain, false, 12},
+       "embed_tokens.weight", Setting::kPlain, false, 12},
       {"RoutingNotCut", "Imposed experts are those of the row's first tokens",
        "next to Megatron-LM #4302", kQwen, two, batch(routing_not_cut), CaughtBy::kGradients,
        "mlp.experts", Setting::kRouting, false, 23},
@@ -465,8 +484,8 @@ std::vector<Fault> of_counts() {
        "torchtitan #4154", kQwen, two, sum(train::RankSum::kStep, counts_of_own_tokens),
        CaughtBy::kBias, "mlp.expert_bias", Setting::kBalance, true, 25},
       {"SoftTokensOfARank", "Soft tokens are counted from the first of each rank's positions",
-       "next to Megatron-Bridge #4783", kGemma, two, batch(soft_tokens_from_zero),
-       CaughtBy::kGradients, "embed_vision", Setting::kPlain, false, 28},
+       "next to Megatron-Bridge #4783", kGemma, two, soft_tokens_from_zero(), CaughtBy::kGradients,
+       "embed_vision", Setting::kPlain, false, 28},
   };
 }
 
@@ -554,7 +573,7 @@ std::vector<std::string> other_rows_of_context() {
       "| 32 | A batch brings the cut of rows of another length | next to Megatron-LM #4494 | tp 1, "
       "cp 2 | refusal in the step | `expected one of these rows` |",
       "| 34 | The second piece of a row's logits is dropped as a replica's | next to slime #1871 | "
-      "tp 1, cp 2 | refusal of the file | `logits was written` |",
+      "tp 1, cp 2 | refusal of the file | `was written not at all` |",
       "| 35 | A recorded region holds the gather, which a replay would leave out | next to VeOmni "
       "#979 | "
       "tp 1, cp 2 | refusal of the recording | `attention over ranks of a context region` |",
