@@ -151,7 +151,7 @@ std::optional<SamplePlace> sample_place() {
 }
 
 SampleScope::SampleScope(std::optional<SamplePlace> place)
-    : place_(place), outer_(std::exchange(PlaceHere::here(), &place_)) {}
+    : place_(std::move(place)), outer_(std::exchange(PlaceHere::here(), &place_)) {}
 
 SampleScope::~SampleScope() { PlaceHere::here() = outer_; }
 
