@@ -21,7 +21,7 @@ HEADERS = ROOT / "include/tessera"
 PARTS = ROOT / "docs/reference"
 # The order of the main page; each public header stands in it once.
 SUBJECTS = {
-    "Ranks and meshes": ("world", "mesh", "mesh_shape", "group", "interrupt"),
+    "Ranks and meshes": ("world", "mesh", "mesh_shape", "group", "context", "interrupt"),
     "Sharded modules": ("shard", "forward_signature", "visit_tensors", "placement", "trainable"),
     "Training": ("optim", "optimizer_rule", "muon", "clip", "grad_scaler", "loss_scale"),
     "Dtypes and contracts": ("precision", "contract", "model_contract", "data_axes", "dtype", "dtype_watch",
