@@ -4,8 +4,10 @@
 #include <ATen/ops/matmul.h>
 #include <c10/core/GradMode.h>
 
+#include <optional>
 #include <utility>
 
+#include "base/random.h"
 #include "nn/attention/attention.h"
 #include "nn/attention/attention_parts.h"
 #include "nn/attention/context_attention.h"
@@ -102,6 +104,12 @@ at::Tensor Mla::attend(const at::Tensor& q, const Latents& own, const Documents&
   // The latents are gathered, which are short; their heads are made on every rank.
   const bool gathers = documents.are_shared() && options_.context.form == ContextForm::kGather;
   const Latents latents = gathers ? gathered(own, documents) : own;
+  // Dropout of an adapter sees whole rows then.
+  std::optional<SampleScope> of_whole_rows;
+  if (auto place = sample_place(); gathers && place) {
+    place->places = nullptr;
+    of_whole_rows.emplace(std::move(place));
+  }
   const at::Tensor kv = kv_b_proj_->forward(latents.values).unflatten(2, {options_.heads, -1});
   const at::Tensor k = by_head(kv.narrow(3, 0, options_.qk_nope_head_dim),
                                latents.turned.expand({-1, -1, options_.heads, -1}));
