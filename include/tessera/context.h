@@ -30,7 +30,7 @@ struct ContextOptions {
   /// has one from the head and one from the tail of a row, or several: a causal mask of one document
   /// gives all the same work.
   int parts = 0;
-  /// Of each part its work in any unit, for rows of several documents: the part with the most work
+  /// The work of each part in any unit, for rows of several documents: the part with the most work
   /// goes first, to the rank with the least. The same values on every rank; empty: head and tail.
   std::vector<double> work = {};
 };
@@ -54,7 +54,7 @@ class ContextParallel {
   at::Tensor cut(const at::Tensor& whole, std::int64_t dim) const;
   /// own [..., n, ...] in dim `dim` -> the positions of all ranks, [..., T, ...], in the order of the
   /// row. Its backward takes this rank's addend to the gradient and returns the sum over ranks of own
-  /// positions, formed in fp32 (fp64 for fp64) in rank order and rounded once. Collective in both
+  /// positions, formed in fp32 (fp64 for fp64) in the order of the ranks' first parts and rounded once. Collective in both
   /// directions: all ranks call it in the same order, and whether `own` requires a gradient is the
   /// same on all. A rank sends n x (ranks - 1) positions, and backward as many in fp32. Errors: kUsage
   /// for another size; kComm.

@@ -17,10 +17,6 @@ const std::int64_t* data_of(const std::optional<at::Tensor>& tensor) {
   return tensor ? static_cast<const std::int64_t*>(tensor->const_data_ptr()) : nullptr;
 }
 
-/// Keys of products begin at multiples of this, so that documents of any length make few sizes of
-/// products: oneDNN makes a program for each size.
-constexpr std::int64_t kFirstKeys = 32;
-
 /// Returns the keys that queries of one row see: `own` is the queries' range among them.
 layout::Range narrowed(layout::Range keys, const layout::Range& queries, const std::int64_t* begins,
                        const std::int64_t* ends) {

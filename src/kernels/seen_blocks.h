@@ -21,6 +21,10 @@ namespace tessera::kernels {
 
 inline constexpr std::int64_t kNoWindow = std::numeric_limits<std::int64_t>::max();
 
+/// Where rows are packed the keys of products begin at multiples of this, so that documents of any
+/// length make few sizes of products: oneDNN makes a program for each size.
+inline constexpr std::int64_t kFirstKeys = 32;
+
 /// Query i, counted as a position among the keys, sees key j where begins[i] <= j, i - window < j
 /// and j < ends[i].
 struct SeenKeys {

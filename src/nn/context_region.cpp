@@ -1,10 +1,8 @@
 #include "nn/context_region.h"
 
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
 #include <utility>
 
+#include "parallel/context_exchange.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -12,11 +10,8 @@ namespace tessera::nn {
 std::shared_ptr<const ContextRows> context_rows(layout::ContextCut cut, int rank,
                                                 at::Device device) {
   const auto numbers = std::make_shared<const std::vector<std::int64_t>>(cut.places_of(rank));
-  const at::Tensor places =
-      at::empty({static_cast<std::int64_t>(numbers->size())}, at::TensorOptions(at::kLong));
-  std::copy(numbers->begin(), numbers->end(), places.mutable_data_ptr<std::int64_t>());
   return std::make_shared<const ContextRows>(
-      ContextRows{std::move(cut), places.to(device), numbers});
+      ContextRows{std::move(cut), parallel::places_on(*numbers, device), numbers});
 }
 
 at::Tensor own_places(const at::Tensor& x, std::int64_t dim, const ContextRows* rows) {

@@ -20,6 +20,7 @@
 #include "base/threads/parallel.h"
 #include "grad/region.h"
 #include "nn/linear.h"
+#include "parallel/context_exchange.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -107,14 +108,6 @@ PhiloxWords philox_on_device(PhiloxWords counter, PhiloxKey key) {
   return counter;
 }
 
-/// [T] i64, or undefined.
-at::Tensor places_on(const DropoutDraw& draw, at::Device device) {
-  if (draw.places == nullptr) return {};
-  const at::Tensor places = at::empty({std::ssize(*draw.places)}, at::TensorOptions(at::kLong));
-  std::copy(draw.places->begin(), draw.places->end(), places.mutable_data_ptr<std::int64_t>());
-  return places.to(device);
-}
-
 /// Whether each element of [B, T, K] is dropped: bool on `device`.
 at::Tensor dropped_on_device(const DropoutDraw& draw, at::IntArrayRef shape, at::Device device) {
   const auto numbers = at::TensorOptions(at::kLong).device(device);
@@ -130,7 +123,7 @@ at::Tensor dropped_on_device(const DropoutDraw& draw, at::IntArrayRef shape, at:
       at::arange(draw.first_column / kWordsOfACounter, (end - 1) / kWordsOfACounter + 1, numbers)
           .unsqueeze(0);
   const at::Tensor purpose = at::full({1, 1}, std::int64_t{kDropoutPurpose}, numbers);
-  const at::Tensor places = places_on(draw, device);
+  const at::Tensor places = draw.places ? parallel::places_on(*draw.places, device) : at::Tensor();
   for (std::int64_t begin = 0; begin < rows; begin += step) {
     const std::int64_t count = std::min(step, rows - begin);
     const at::Tensor place = at::arange(begin, begin + count, numbers).unsqueeze(1);

@@ -1,9 +1,7 @@
 #include "tessera/context.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "parallel/axis.h"
@@ -35,12 +33,6 @@ std::int64_t checked_dim(const at::Tensor& x, std::int64_t dim, std::int64_t exp
   return from_begin;
 }
 
-at::Tensor on_device(const std::vector<std::int64_t>& numbers, at::Device device) {
-  const at::Tensor host = at::empty({std::ssize(numbers)}, at::TensorOptions(at::kLong));
-  std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<std::int64_t>());
-  return host.to(device);
-}
-
 }  // namespace
 
 ContextParallel::ContextParallel(const Mesh& mesh, std::int64_t positions,
@@ -69,7 +61,7 @@ const std::vector<std::int64_t>& ContextParallel::places() const { return rows_-
 
 at::Tensor ContextParallel::cut(const at::Tensor& whole, std::int64_t dim) const {
   const std::int64_t at = checked_dim(whole, dim, positions(), "cut");
-  return whole.index_select(at, on_device(places(), whole.device()));
+  return whole.index_select(at, parallel::places_on(places(), whole.device()));
 }
 
 at::Tensor ContextParallel::gather(const at::Tensor& own, std::int64_t dim) const {
@@ -86,7 +78,7 @@ at::Tensor ContextParallel::gather(const at::Tensor& own, std::int64_t dim) cons
 
 at::Tensor ContextParallel::causal_mask(at::Device device) const {
   const at::Tensor keys = at::arange(positions(), at::TensorOptions(at::kLong).device(device));
-  return keys.unsqueeze(0).le(on_device(places(), device).unsqueeze(1));
+  return keys.unsqueeze(0).le(parallel::places_on(places(), device).unsqueeze(1));
 }
 
 }  // namespace tessera

@@ -115,6 +115,12 @@ void seen_by_tests(const ContextSite& site, std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
+at::Tensor places_on(const std::vector<std::int64_t>& places, at::Device device) {
+  const at::Tensor host = at::empty({std::ssize(places)}, at::TensorOptions(at::kLong));
+  std::copy(places.begin(), places.end(), host.mutable_data_ptr<std::int64_t>());
+  return host.to(device);
+}
+
 std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
                                        const ContextExchange& exchange, Direction direction) {
   const Axis& axis = exchange.axis;

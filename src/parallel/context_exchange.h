@@ -33,6 +33,9 @@ struct ContextExchange {
   std::string where;
 };
 
+/// Returns places as a tensor, i64.
+at::Tensor places_on(const std::vector<std::int64_t>& places, at::Device device);
+
 /// A place of test_hooks::context_exchange (base/test_hooks.h).
 struct ContextSite {
   enum class Kind : std::uint8_t {

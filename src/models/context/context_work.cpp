@@ -13,7 +13,7 @@
 namespace tessera::models {
 namespace {
 
-/// What a layer's mask hides besides later keys and other documents.
+/// Holds what a layer's mask hides besides later keys and other documents.
 struct ContextMask {
   std::int64_t window = kernels::kNoWindow;
   std::int64_t chunk = 0;  ///< 0: none

@@ -58,7 +58,8 @@ class Gemma4Model : public TextModel<nn::Embedding, Gemma4TextLayer, Gemma4Head>
   at::Tensor soft_tokens(const Images& images);
   /// The first layer's input, own positions [B, n, H] of the stream.
   at::Tensor embed(const ModelInputs& inputs);
-  /// What whole rows see, as its layers take it. With the documents of rows whose images lie in one each.
+  /// Returns what whole rows see, as its layers take it. With the documents of rows whose images lie
+  /// in one each.
   Gemma4Seen seen(const ModelInputs& inputs) const;
   const std::shared_ptr<Gemma4Projector>& projector() const { return projector_; }
 

@@ -29,9 +29,6 @@ using torch::autograd::variable_list;
 
 constexpr const char* kGatherName = "keys and values of attention";
 constexpr const char* kHeadsName = "heads of attention";
-/// Kernels begin a block's keys at multiples of it: a reach does, too, so that a part has the blocks
-/// that the whole row has.
-constexpr std::int64_t kFirstKeys = 32;
 
 /// The positions whose keys and values a rank passes.
 enum class KeysGiven : std::uint8_t { kOwn, kWhole };
@@ -79,7 +76,9 @@ std::vector<Range> reach_of_parts(const layout::ContextCut& cut, std::int64_t ro
                                  .block = std::max<std::int64_t>(1, cut.part_size())};
   for (const kernels::SeenBlock& block : kernels::seen_blocks(sizes, seen)) {
     Range& of_part = reach[static_cast<std::size_t>(block.queries.begin / sizes.block)];
-    of_part.begin = std::min(of_part.begin, block.keys.begin / kFirstKeys * kFirstKeys);
+    // As blocks' keys, so that a part has the blocks that the whole row has.
+    of_part.begin =
+        std::min(of_part.begin, block.keys.begin / kernels::kFirstKeys * kernels::kFirstKeys);
     of_part.end = std::max(of_part.end, block.keys.end);
   }
   return reach;
@@ -94,7 +93,7 @@ std::vector<at::Tensor> by_position(const at::Tensor& k, const at::Tensor& v) {
               .reshape({rows * groups, positions, v.size(2) / groups})};
 }
 
-/// What attention of one part reads.
+/// The tensors that attention of one part reads.
 struct OfPart {
   at::Tensor q, keys, values;
   std::optional<at::Tensor> begins, ends;
@@ -158,7 +157,7 @@ class PartInputs {
 /// The tensors that a call keeps, in this order; then the kernels' own, as many a part.
 enum Kept : std::size_t { kQ, kK, kV, kSinks, kBegins, kEnds, kResult, kOfKernels };
 
-/// What one part adds to gradients: of keys and values [B, G, reach, .], wide.
+/// The addends of one part to gradients: of keys and values [B, G, reach, .], wide.
 struct Addends {
   at::Tensor q, keys, values;
   at::Tensor sinks;  ///< undefined where it is not requested
@@ -261,7 +260,7 @@ struct PartAttentionFunction : torch::autograd::Function<PartAttentionFunction> 
   }
 };
 
-/// What an all-to-all of heads needs in both directions.
+/// The axis and the cut that an all-to-all of heads needs in both directions.
 struct HeadsCall : torch::CustomClassHolder {
   HeadsCall(parallel::Axis over, layout::ContextCut of_rows)
       : axis(std::move(over)), cut(std::move(of_rows)) {}

@@ -122,7 +122,7 @@ at::Tensor Mla::attend(const at::Tensor& q, const Latents& own, const Documents&
                            documents);
 }
 
-/// Of all positions of the rows that own queries see.
+/// Returns the latents of all positions of the rows that own queries see.
 Mla::Latents Mla::gathered(const Latents& own, const Documents& documents) const {
   const at::Tensor both = at::cat({own.values, own.turned.squeeze(2)}, 2);
   const at::Tensor whole =

@@ -33,7 +33,7 @@ models::ModelInputs MicroBatch::inputs() const {
 
 namespace {
 
-/// Of rows on the host, where documents can be read.
+/// Returns the cut of rows on the host, where documents can be read.
 std::optional<layout::ContextCut> cut_of(const MicroBatch& batch,
                                          const models::LanguageModel& model) {
   const nn::ContextRegion& region = model.context();
