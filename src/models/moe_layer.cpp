@@ -116,7 +116,11 @@ moe::RouteOptions route_options(const MoeSpec& moe) {
 }
 
 moe::Activation activation_of(const MoeSpec& moe) {
-  if (moe.activation == ExpertActivation::kSwiglu) return nn::swiglu_halves;
+  if (moe.activation == ExpertActivation::kSwiglu) {
+    return [](const at::Tensor& both) {
+      return nn::ProductInput(nn::ProductInput::Kind::kSwigluHalves, both);
+    };
+  }
   if (moe.activation == ExpertActivation::kGeglu) return moe::of_halves(nn::geglu);
   if (!moe.is_gated()) return nn::relu_squared;
   return [clamp = nn::ClampedSwiglu{moe.swiglu_alpha, moe.swiglu_limit}](const at::Tensor& both) {

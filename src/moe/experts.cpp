@@ -327,10 +327,11 @@ Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tenso
 namespace {
 
 /// Computes one of the two products, with its adapter's part where there is one.
-at::Tensor product(const at::Tensor& rows, const nn::GroupedWeights& weights,
+at::Tensor product(const nn::ProductInput& input, const nn::GroupedWeights& weights,
                    const AdapterWeights& adapter, const nn::RowGroups& groups) {
-  const at::Tensor y = nn::grouped_linear(rows, weights, groups);
-  return adapter.a.defined() ? add_expert_adapter(y, rows, adapter, groups) : y;
+  if (!adapter.a.defined()) return nn::grouped_linear(input, weights, groups);
+  const at::Tensor rows = input.formed();  // which the adapter keeps in any case
+  return add_expert_adapter(nn::grouped_linear(rows, weights, groups), rows, adapter, groups);
 }
 
 at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,

@@ -60,7 +60,7 @@ struct ExpertWeights {
 
 /// Computes an expert's activation between its two products: [rows, 2I], or [rows, I] with only up,
 /// -> [rows, I].
-using Activation = std::function<at::Tensor(const at::Tensor& both)>;
+using Activation = std::function<nn::ProductInput(const at::Tensor& both)>;
 /// Returns gated(gate, up) of the first and the second half of the columns.
 Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tensor& up));
 

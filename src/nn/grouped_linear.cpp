@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <tuple>
 
 #include "base/first_derivative.h"
 #include "base/threads/shapes_only.h"
@@ -170,15 +171,15 @@ at::Tensor in_out(const at::Tensor& weight, GroupLayout layout) {
   return layout == GroupLayout::kInOut ? weight : weight.transpose(1, 2);
 }
 
-void check_sizes(const at::Tensor& x, const GroupedWeights& weights, const RowGroups& groups) {
+void check_sizes(const ProductInput& x, const GroupedWeights& weights, const RowGroups& groups) {
   const at::Tensor matrices = in_out(weights.weight, weights.layout);
   const GroupOffsets& begins = groups.begins;
   TESSERA_INVARIANT(begins.empty()
                         ? groups.ends.defined() && groups.ends.numel() == matrices.size(0)
                         : static_cast<std::int64_t>(begins.size()) == matrices.size(0) + 1 &&
-                              begins.front() == 0 && begins.back() == x.size(0),
+                              begins.front() == 0 && begins.back() == x.x.size(0),
                     "offsets that are not those of the groups");
-  TESSERA_INVARIANT(x.size(1) == matrices.size(1), "rows of ", x.sizes(), " for matrices of ",
+  TESSERA_INVARIANT(x.columns() == matrices.size(1), "rows of ", x.columns(), " for matrices of ",
                     matrices.sizes());
   TESSERA_INVARIANT(!weights.bias.defined() || (weights.bias.size(0) == matrices.size(0) &&
                                                 weights.bias.size(1) == matrices.size(2)),
@@ -273,27 +274,39 @@ grad::Product sums_of_groups(const at::Tensor& grad, const at::Tensor& bias,
 
 /// The arguments of a call that are not tensors.
 struct GroupedCall {
+  ProductInput::Kind kind;
   GroupLayout layout;
   grad::WeightGradient when;
 };
 
+/// The input of a product, as it takes it.
+at::Tensor rows_of(ProductInput::Kind kind, const at::Tensor& x, const at::Tensor& up,
+                   const at::Tensor& weight) {
+  return formed_again(kind, x, up).to(weight.scalar_type()).contiguous();
+}
+
 struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& second, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const GroupedCall& call,
                             const RowGroups& groups) {
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
-    const at::Tensor x = input.to(weight.scalar_type()).contiguous();
+    const bool is_gate = call.kind != ProductInput::Kind::kItself;
+    const at::Tensor up = second.value_or(at::Tensor());
+    const at::Tensor x = is_gate ? input : rows_of(call.kind, input, up, weight);
     const at::Tensor matrices = in_out(weight, call.layout);
     const at::Tensor y = keep({x.size(0), matrices.size(2)}, [&] {
-      const at::Tensor product = grouped_rows(x, matrices, groups, grouped_way(x, matrices));
+      const at::Tensor left = is_gate ? rows_of(call.kind, input, up, weight) : x;
+      const at::Tensor product = grouped_rows(left, matrices, groups, grouped_way(left, matrices));
       if (bias) add_bias(product, *bias, groups);
       return product;
     });
     ctx->set_materialize_grads(false);
     // A frozen weight has no use for its input.
-    ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight,
+    ctx->save_for_backward({is_gate || weight.requires_grad() ? x : at::Tensor(), up, weight,
                             bias.value_or(at::Tensor()), groups.ends});
+    ctx->saved_data["kind"] = static_cast<std::int64_t>(call.kind);
     ctx->saved_data["layout"] = static_cast<std::int64_t>(call.layout);
     ctx->saved_data["when"] = static_cast<std::int64_t>(call.when);
     ctx->saved_data["begins"] = groups.begins;
@@ -303,31 +316,33 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
-    if (!grads[0].defined()) return variable_list(5);  // [Note: left-out results]
+    if (!grads[0].defined()) return variable_list(6);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor& x = saved[0];
-    const at::Tensor& weight = saved[1];
-    const at::Tensor& bias = saved[2];
+    const at::Tensor &x = saved[0], &up = saved[1], &weight = saved[2], &bias = saved[3];
+    const auto kind = static_cast<ProductInput::Kind>(ctx->saved_data["kind"].toInt());
     const auto layout = static_cast<GroupLayout>(ctx->saved_data["layout"].toInt());
-    const RowGroups groups{ctx->saved_data["begins"].toIntVector(), saved[3]};
+    const RowGroups groups{ctx->saved_data["begins"].toIntVector(), saved[4]};
     const at::Tensor grad = grads[0].to(weight.scalar_type()).contiguous();
-    variable_list result(5);
-    if (ctx->needs_input_grad(1)) {
-      const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
-      const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
-      result[1] =
+    // Edges are counted over tensors: there is none for one that is absent.
+    const std::size_t of_weight = up.defined() ? 2 : 1;
+    variable_list result(6);
+    if (ctx->needs_input_grad(of_weight)) {
+      const at::Tensor rows = rows_of(kind, x, up, weight);
+      const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : rows;
+      const at::Tensor& right = layout == GroupLayout::kOutIn ? rows : grad;
+      result[2] =
           grad::weight_gradient(weight, outer_of_groups(left, right, groups),
                                 static_cast<grad::WeightGradient>(ctx->saved_data["when"].toInt()));
     }
-    // Edges are counted over tensors: there is none for a bias that is not there.
-    if (bias.defined() && ctx->needs_input_grad(2)) {
-      result[2] = grad::weight_gradient(bias, sums_of_groups(grad, bias, groups));
+    if (bias.defined() && ctx->needs_input_grad(of_weight + 1)) {
+      result[3] = grad::weight_gradient(bias, sums_of_groups(grad, bias, groups));
     }
     // Last: on a device the weight's product is memory of its own, which is free again by now.
-    if (ctx->needs_input_grad(0)) {
+    if (ctx->needs_input_grad(0) || (up.defined() && ctx->needs_input_grad(1))) {
       const at::Tensor back = in_out(weight, layout).transpose(1, 2);
-      result[0] = grouped_rows(grad, back, groups, grouped_way(grad, back))
-                      .to(ctx->saved_data["input_dtype"].toScalarType());
+      const at::Tensor of_input = grouped_rows(grad, back, groups, grouped_way(grad, back))
+                                      .to(ctx->saved_data["input_dtype"].toScalarType());
+      std::tie(result[0], result[1]) = formed_backward(of_input, kind, x, up);
     }
     return result;
   }
@@ -381,12 +396,14 @@ at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const RowGrou
   return result;
 }
 
-at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
+at::Tensor grouped_linear(const ProductInput& given, const GroupedWeights& weights,
                           const RowGroups& groups) {
-  check_sizes(x, weights, groups);
+  const ProductInput input = given.is_kept_as_gate() ? given : ProductInput(given.formed());
+  check_sizes(input, weights, groups);
   return GroupedLinearFunction::apply(
-      x, weights.weight, weights.bias.defined() ? std::make_optional(weights.bias) : std::nullopt,
-      GroupedCall{weights.layout, weights.when}, groups);
+      input.x, input.second(), weights.weight,
+      weights.bias.defined() ? std::make_optional(weights.bias) : std::nullopt,
+      GroupedCall{input.kind, weights.layout, weights.when}, groups);
 }
 
 at::Tensor grouped_linear_composite(const at::Tensor& x, const GroupedWeights& weights,

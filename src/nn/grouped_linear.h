@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "grad/weight_gradient.h"
+#include "nn/gates.h"
 
 namespace tessera::nn {
 
@@ -72,9 +73,9 @@ struct GroupedWeights {
 
 /// x [M, K] -> [M, N]; rows of group e are multiplied by its matrix, then its bias is added. The
 /// gradients of a group without rows are zeros.
-at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
+at::Tensor grouped_linear(const ProductInput& x, const GroupedWeights& weights,
                           const RowGroups& groups);
-inline at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
+inline at::Tensor grouped_linear(const ProductInput& x, const GroupedWeights& weights,
                                  const GroupOffsets& offsets) {
   return grouped_linear(x, weights, RowGroups{offsets});
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <iterator>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,7 @@ using torch::autograd::variable_list;
 
 /// The arguments of a call that are not tensors.
 struct LinearCall {
+  ProductInput::Kind kind;
   at::ScalarType compute;
   grad::WeightGradient when;
 };
@@ -51,67 +53,93 @@ grad::Product weight_product(const at::Tensor& grad, const at::Tensor& x) {
   return product;
 }
 
-/// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient.
+/// [..., K] as [M, K]; M may be 0.
+at::Tensor by_token(const at::Tensor& x) {
+  const auto sizes = x.sizes();
+  return x.reshape({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
+}
+
+/// The input of a product as [M, K].
+at::Tensor rows_of_gate(ProductInput::Kind kind, const at::Tensor& x, const at::Tensor& up,
+                        at::ScalarType compute) {
+  return by_token(formed_again(kind, x, up)).to(compute);
+}
+
+/// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient. A
+/// gate before the product is part of it.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& second, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const LinearCall& call) {
-    const at::ScalarType compute = call.compute;
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
+    const bool is_gate = call.kind != ProductInput::Kind::kItself;
+    const at::Tensor up = second.value_or(at::Tensor());
+    const at::Tensor x = is_gate ? input : by_token(input).to(call.compute);
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
-    const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
     const at::Tensor y = keep({rows, weight.size(0)}, [&] {
-      const at::Tensor matrix = weight.to(compute).t();
-      return bias ? base::addmm(bias->to(compute), x, matrix) : base::mm(x, matrix);
+      const at::Tensor left = is_gate ? rows_of_gate(call.kind, x, up, call.compute) : x;
+      const at::Tensor matrix = weight.to(call.compute).t();
+      return bias ? base::addmm(bias->to(call.compute), left, matrix) : base::mm(left, matrix);
     });
     ctx->set_materialize_grads(false);
     // A frozen weight has no use for its input.
-    ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
-    ctx->saved_data["compute"] = compute;
+    ctx->save_for_backward({is_gate || weight.requires_grad() ? x : at::Tensor(), up, weight});
+    ctx->saved_data["kind"] = static_cast<std::int64_t>(call.kind);
+    ctx->saved_data["compute"] = call.compute;
     ctx->saved_data["at_once"] = call.when == grad::WeightGradient::kAtOnce;
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["input_dtype"] = input.scalar_type();
-    ctx->saved_data["input_shape"] = input.sizes();
     shape.back() = weight.size(0);
     return y.to(input.scalar_type()).view(shape);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
-    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
+    if (!grads[0].defined()) return variable_list(5);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor& x = saved[0];
-    const at::Tensor& weight = saved[1];
-    const auto shape = grads[0].sizes();
-    const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
+    const at::Tensor &x = saved[0], &up = saved[1], &weight = saved[2];
+    const auto kind = static_cast<ProductInput::Kind>(ctx->saved_data["kind"].toInt());
     const at::ScalarType compute = ctx->saved_data["compute"].toScalarType();
-    const at::Tensor grad = grads[0].reshape({rows, weight.size(0)}).to(compute);
-    variable_list result(4);
-    if (ctx->needs_input_grad(0)) {
+    const at::Tensor grad = by_token(grads[0]).to(compute);
+    // Edges are counted over tensors: there is none for one that is absent.
+    const std::size_t of_weight = up.defined() ? 2 : 1;
+    variable_list result(5);
+    if (ctx->needs_input_grad(0) || (up.defined() && ctx->needs_input_grad(1))) {
+      std::vector<std::int64_t> shape = grads[0].sizes().vec();
+      shape.back() = weight.size(1);
       result[0] = base::mm(grad, weight.to(compute))
                       .to(ctx->saved_data["input_dtype"].toScalarType())
-                      .view(ctx->saved_data["input_shape"].toIntVector());
+                      .view(shape);
     }
-    if (ctx->needs_input_grad(1)) {
-      result[1] = grad::weight_gradient(weight, weight_product(grad, x),
+    if (ctx->needs_input_grad(of_weight)) {
+      const at::Tensor left =
+          kind == ProductInput::Kind::kItself ? x : rows_of_gate(kind, x, up, compute);
+      result[2] = grad::weight_gradient(weight, weight_product(grad, left),
                                         ctx->saved_data["at_once"].toBool()
                                             ? grad::WeightGradient::kAtOnce
                                             : grad::WeightGradient::kMayWait);
     }
-    // Edges are counted over tensors: there is none for an absent bias. Its sum is too small to be
-    // deferred.
-    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = grad.sum(0);
+    // Its sum is too small to be deferred.
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(of_weight + 1)) {
+      result[3] = grad.sum(0);
+    }
+    if (result[0].defined()) {
+      std::tie(result[0], result[1]) = formed_backward(result[0], kind, x, up);
+    }
     return result;
   }
 };
 
 }  // namespace
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+at::Tensor linear(const ProductInput& given, const at::Tensor& weight, const at::Tensor& bias,
                   std::optional<at::ScalarType> compute, grad::WeightGradient when) {
-  return LinearFunction::apply(x, weight, bias.defined() ? std::make_optional(bias) : std::nullopt,
-                               LinearCall{compute.value_or(weight.scalar_type()), when});
+  const ProductInput input = given.is_kept_as_gate() ? given : ProductInput(given.formed());
+  return LinearFunction::apply(
+      input.x, input.second(), weight, bias.defined() ? std::make_optional(bias) : std::nullopt,
+      LinearCall{input.kind, compute.value_or(weight.scalar_type()), when});
 }
 
 LinearPlacement column_parallel(const TensorRegion& region) {
@@ -151,8 +179,11 @@ Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bi
   }
 }
 
-at::Tensor Linear::with_adapter(const at::Tensor& y, const at::Tensor& x) const {
-  return lora_a_ ? nn::add_adapter(y, x, lora_a_->weight, lora_b_->weight, lora_) : y;
+at::Tensor Linear::product(const ProductInput& input, const at::Tensor& with_bias) const {
+  if (!lora_a_) return linear(input, weight, with_bias, std::nullopt, when_);
+  const at::Tensor x = input.formed();  // which the adapter keeps in any case
+  return nn::add_adapter(linear(x, weight, with_bias, std::nullopt, when_), x, lora_a_->weight,
+                         lora_b_->weight, lora_);
 }
 
 at::Tensor Linear::whole_weight(at::ScalarType dtype) const {
@@ -164,13 +195,11 @@ at::Tensor Linear::whole_weight(at::ScalarType dtype) const {
   return (weight.to(wide) + product * lora_.scale).to(dtype);
 }
 
-at::Tensor Linear::forward(const at::Tensor& x) {
-  return with_adapter(linear(x, weight, bias, std::nullopt, when_), x);
-}
+at::Tensor Linear::forward(const ProductInput& input) { return product(input, bias); }
 
-at::Tensor Linear::forward_into(const TensorRegion& region, torch::nn::Module& layer,
-                                const std::vector<at::Tensor>& inputs,
-                                std::function<at::Tensor(const std::vector<at::Tensor>&)> inside) {
+at::Tensor Linear::forward_into(
+    const TensorRegion& region, torch::nn::Module& layer, const std::vector<at::Tensor>& inputs,
+    std::function<ProductInput(const std::vector<at::Tensor>&)> inside) {
   if (region.size() == 1) return forward(inside(inputs));
   // One rank's addend has the bias: it is in the sum once, and rounded with it.
   std::vector<at::Tensor> all = inputs;
@@ -179,9 +208,7 @@ at::Tensor Linear::forward_into(const TensorRegion& region, torch::nn::Module& l
   if (once.defined() && grad::regions_here() != nullptr) once = once.clone();
   all.push_back(std::move(once));
   const auto addend = [this, inside = std::move(inside)](const std::vector<at::Tensor>& in) {
-    const at::Tensor x = inside(in);
-    return std::vector<at::Tensor>{
-        with_adapter(nn::linear(x, weight, in.back(), std::nullopt, when_), x)};
+    return std::vector<at::Tensor>{product(inside(in), in.back())};
   };
   return region.leave(grad::in_region(layer, "", all, addend).front());
 }
@@ -217,12 +244,6 @@ std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::str
 }
 
 namespace {
-
-/// [..., K] as [M, K]; M may be 0.
-at::Tensor by_token(const at::Tensor& x) {
-  const auto sizes = x.sizes();
-  return x.reshape({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
-}
 
 /// Returns the factors of all of x; undefined where nothing is dropped.
 at::Tensor factors_of(const at::Tensor& x, const DropoutDraw& draw, at::ScalarType dtype) {

@@ -1,5 +1,6 @@
 // Linear: x W^T + b, computed in the weight's dtype, returned in the input's; with an adapter its
-// part is added. Where ranks share it, sizes are those of one rank.
+// part is added. Where ranks share it, sizes are those of one rank. An input that is a gate is
+// formed again in backward (gates.h).
 //
 // ../grad/weight_gradient.h says when the gradient of its weight is formed; a head's is at once.
 //
@@ -26,6 +27,7 @@
 
 #include "base/random.h"
 #include "grad/weight_gradient.h"
+#include "nn/gates.h"
 #include "nn/parameter.h"
 #include "nn/tensor_region.h"
 
@@ -64,7 +66,7 @@ at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64
 
 /// x [..., K], weight [N, K], bias [N] or undefined -> [..., N] in x's dtype. Computed in `compute`
 /// (none: the weight's dtype), which raw gradients have, too: nothing rounds them before the sink.
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {},
+at::Tensor linear(const ProductInput& x, const at::Tensor& weight, const at::Tensor& bias = {},
                   std::optional<at::ScalarType> compute = std::nullopt,
                   grad::WeightGradient when = grad::WeightGradient::kMayWait);
 
@@ -93,7 +95,7 @@ class Linear : public PlacedModule {
  public:
   Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bias = Bias::kNo,
          LinearPlacement placement = {});
-  at::Tensor forward(const at::Tensor& x);
+  at::Tensor forward(const ProductInput& x);
   /// Row parallel: x a part of the inputs -> the stream of `region`. The first rank's addend has
   /// the bias. This is the last product of `layer`, which computes x between two transitions as
   /// inside(inputs), from its inputs and its own parameters alone. Where ranks share the region,
@@ -101,7 +103,7 @@ class Linear : public PlacedModule {
   /// contains them may be.
   at::Tensor forward_into(const TensorRegion& region, torch::nn::Module& layer,
                           const std::vector<at::Tensor>& inputs,
-                          std::function<at::Tensor(const std::vector<at::Tensor>&)> inside);
+                          std::function<ProductInput(const std::vector<at::Tensor>&)> inside);
 
   /// Declares also an adapter that is added later.
   void declare_all(const ParameterLayout& layout) override;
@@ -120,7 +122,8 @@ class Linear : public PlacedModule {
   at::Tensor bias;    ///< [out] or undefined
 
  private:
-  at::Tensor with_adapter(const at::Tensor& y, const at::Tensor& x) const;
+  /// With an adapter's part.
+  at::Tensor product(const ProductInput& input, const at::Tensor& with_bias) const;
 
   LinearPlacement placement_;
   grad::WeightGradient when_ = grad::WeightGradient::kMayWait;

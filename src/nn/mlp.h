@@ -1,8 +1,5 @@
 // The gated MLPs, down(silu(gate(x)) * up(x)) and the same with GELU (in its tanh form), and the
-// one without a gate, down(relu(up(x))^2). Also their gates alone: with two inputs that are
-// products of their own, or, as experts have them, on both halves of one product.
-//
-// Short symbols: I inner. Next: grouped_linear.h, ../moe/experts.h.
+// one without a gate, down(relu(up(x))^2). Next: gates.h, grouped_linear.h, ../moe/experts.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,16 +8,11 @@
 #include <cstdint>
 #include <memory>
 
+#include "nn/gates.h"
 #include "nn/linear.h"
 #include "nn/tensor_region.h"
 
 namespace tessera::nn {
-
-/// silu(gate) * up, elementwise.
-at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
-
-/// relu(x)^2, elementwise.
-at::Tensor relu_squared(const at::Tensor& x);
 
 enum class Gate : std::uint8_t {
   kSilu,
@@ -43,7 +35,7 @@ class Mlp : public torch::nn::Module {
   at::Tensor addend(const at::Tensor& x);
 
  private:
-  at::Tensor inner(const at::Tensor& x);
+  ProductInput inner(const at::Tensor& x);
 
   TensorRegion region_;
   Gate gate_;
@@ -51,9 +43,6 @@ class Mlp : public torch::nn::Module {
   std::shared_ptr<Linear> gate_up_proj_;         ///< null where they are separate
   std::shared_ptr<Linear> down_proj_;
 };
-
-/// gelu_tanh(gate) * up, elementwise.
-at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up);
 
 class GegluMlp : public torch::nn::Module {
  public:
@@ -67,18 +56,5 @@ class GegluMlp : public torch::nn::Module {
   TensorRegion region_;
   std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
 };
-
-/// both [..., 2I], gate then up -> silu(gate) * up [..., I].
-at::Tensor swiglu_halves(const at::Tensor& both);
-
-struct ClampedSwiglu {
-  double alpha = 1.702;
-  double limit = 7.0;
-};
-
-/// gpt-oss: both [..., 2I], gate in the even columns, up in the odd ones ->
-/// (up + 1) * gate * sigmoid(alpha * gate) [..., I] with gate at most `limit` and up within
-/// +-limit; what is clamped gets no gradient. 16-bit input: fp32 inside, rounded once.
-at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options);
 
 }  // namespace tessera::nn

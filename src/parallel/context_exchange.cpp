@@ -133,7 +133,7 @@ std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
     return positions * of_position;
   });
   const auto sends = offsets_of(splits.sends), receives = offsets_of(splits.receives);
-  const at::Tensor sent = at::empty({sends.back()}, own[0].options());
+  at::Tensor sent = at::empty({sends.back()}, own[0].options());
   for (int to = 0; to < axis.size; ++to) {
     if (to == axis.rank) continue;
     Cursor message(sent, sends[index(to)]);
@@ -143,7 +143,8 @@ std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,
       }
     });
   }
-  const at::Tensor arrived = exchange_rows(sent, axis, splits, exchange.where, direction);
+  const at::Tensor arrived =
+      exchange_rows(std::exchange(sent, {}), axis, splits, exchange.where, direction);
   std::vector<at::Tensor> whole;
   for (const at::Tensor& one : own) {
     whole.push_back(at::zeros({one.size(0), exchange.cut.positions, one.size(2)}, one.options()));

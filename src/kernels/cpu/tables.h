@@ -109,7 +109,7 @@ struct Swiglu {
   T* grad_up;
 };
 
-/// gpt-oss's gate (nn/mlp.h); gate and up alternate in `both`.
+/// gpt-oss's gate (nn/gates.h); gate and up alternate in `both`.
 template <class T>
 struct ClampedSwigluJob {
   const T* both;  ///< [elements, 2]

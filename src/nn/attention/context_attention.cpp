@@ -1,6 +1,5 @@
 #include "nn/attention/context_attention.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -184,27 +183,31 @@ struct PartAttentionFunction : torch::autograd::Function<PartAttentionFunction> 
                             const std::optional<at::Tensor>& begins,
                             const std::optional<at::Tensor>& ends,
                             const c10::intrusive_ptr<PartCall>& call) {
+    // What lives until backward is allocated before what is gathered: in the memory of the latter the
+    // next layer finds room.
+    at::Tensor mixed = at::empty({q.size(0), q.size(2), v.size(2) * q.size(3)}, q.options());
     PartInputs inputs(*call, q, k, v, begins, ends);
     inputs.gather(parallel::Direction::kForward);
     const at::Tensor none;
     std::vector<at::Tensor> saved{
         q, k, v, sinks.value_or(none), begins.value_or(none), ends.value_or(none), none};
-    std::vector<at::Tensor> results;
-    for (const int number : call->own_parts()) {
-      const OfPart part = inputs.part(std::ssize(results), number);
+    const std::vector<int> parts = call->own_parts();
+    const std::int64_t size = call->cut().part_size();
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const auto index = static_cast<std::int64_t>(i);
+      const OfPart part = inputs.part(index, parts[i]);
+      const at::Tensor here = mixed.narrow(1, index * size, size);
       if (call->scores == Scores::kWide) {
-        results.push_back(kernels::windowed_attention(part.q, part.keys, part.values, sinks,
-                                                      part.begins, part.ends, part.first,
-                                                      call->window, call->scale));
+        here.copy_(kernels::windowed_attention(part.q, part.keys, part.values, sinks, part.begins,
+                                               part.ends, part.first, call->window, call->scale));
         continue;
       }
       auto [result, kept] =
           kernels::part_attention_forward(part.q, part.keys, part.values, part.begins, part.ends,
                                           part.first, call->window, call->scale);
-      results.push_back(std::move(result));
+      here.copy_(result);
       saved.insert(saved.end(), kept.begin(), kept.end());
     }
-    at::Tensor mixed = at::cat(results, 1);
     if (!kernels::on_cpu(q)) saved[kResult] = mixed;
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
@@ -217,6 +220,7 @@ struct PartAttentionFunction : torch::autograd::Function<PartAttentionFunction> 
     const auto call = held<PartCall>(ctx);
     // An unused result has zeros for its gradient: all ranks have to issue the same exchanges.
     const at::Tensor &q = saved[kQ], &k = saved[kK], &v = saved[kV];
+    const at::Tensor grad_q = at::empty(q.sizes(), q.options());
     PartInputs inputs(*call, q, k, v, given(saved[kBegins]), given(saved[kEnds]));
     inputs.gather(parallel::Direction::kBackward);
     const WideScope addends;
@@ -225,7 +229,6 @@ struct PartAttentionFunction : torch::autograd::Function<PartAttentionFunction> 
     const std::int64_t size = call->cut().part_size();
     parallel::PartSums sums(inputs.exchange(), inputs.own(),
                             at::promote_types(k.scalar_type(), at::kFloat));
-    const at::Tensor grad_q = at::empty(q.sizes(), q.options());
     at::Tensor grad_sinks;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const std::int64_t begin = static_cast<std::int64_t>(i) * size;
