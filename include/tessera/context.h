@@ -29,7 +29,8 @@ struct ContextOptions {
   std::string axis = "cp";  ///< of the mesh, in either reading
   /// Equal parts that a row is cut into, a multiple of twice the ranks; 0: twice the ranks. Each
   /// rank has one from the head and one from the tail of a row, or several: a causal mask of one
-  /// document gives all the same work.
+  /// document gives all the same work. With `work` a multiple of the ranks, or 0: as many as it
+  /// has.
   int parts = 0;
   /// The work of each part in any unit, for rows of several documents: the part with the most work
   /// goes first, to the rank with the least. The same values on every rank; empty: head and tail.
@@ -40,7 +41,8 @@ struct ContextOptions {
 class ContextParallel {
  public:
   /// Rows of `positions`. Collective among the ranks of the axis the first time. Errors: kConfig
-  /// for positions or parts that the ranks cannot share, with the nearest ones that go, and as
+  /// for positions that parts do not divide, with the nearest valid ones, for parts that the ranks
+  /// cannot share, for work that is not that of each part, negative or not finite, and as
   /// Mesh::ranks_of().
   ContextParallel(const Mesh& mesh, std::int64_t positions, const ContextOptions& options = {});
 

@@ -1,6 +1,7 @@
 #include "layout/context_cut.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -127,6 +128,11 @@ std::optional<Exchange> best_exchange(const ContextCut& cut, std::span<const dou
 
 ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work) {
   check_cut(positions, ranks, static_cast<int>(work.size()));
+  for (std::size_t part = 0; part < work.size(); ++part) {
+    TESSERA_CHECK(std::isfinite(work[part]) && work[part] >= 0.0, ErrorKind::kConfig,
+                  "a cut of rows: found work ", work[part], " of part ", part,
+                  ", expected a finite amount that is not negative");
+  }
   ContextCut cut{.ranks = ranks, .positions = positions, .owner = std::vector<int>(work.size())};
   Loads load = deal(cut, work);
   // Both loads of an exchange are below the largest one, so that this comes to an end, and above

@@ -19,7 +19,14 @@ struct ContextParallel::Rows {
 namespace {
 
 layout::ContextCut cut_of(std::int64_t positions, int ranks, const ContextOptions& options) {
-  if (!options.work.empty()) return layout::by_work(positions, ranks, options.work);
+  TESSERA_CHECK(options.parts >= 0, ErrorKind::kConfig, "ContextOptions::parts: found ",
+                options.parts, ", expected 0 or a multiple of ", 2 * ranks);
+  if (!options.work.empty()) {
+    TESSERA_CHECK(options.parts == 0 || std::cmp_equal(options.parts, options.work.size()),
+                  ErrorKind::kConfig, "ContextOptions::work: found ", options.work.size(),
+                  " values, expected one for each of ", options.parts, " parts");
+    return layout::by_work(positions, ranks, options.work);
+  }
   return layout::head_tail(positions, ranks, options.parts > 0 ? options.parts : 2 * ranks);
 }
 

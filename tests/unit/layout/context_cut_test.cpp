@@ -2,6 +2,9 @@
 // drawn cuts are in property/context_cut_property.cpp.
 #include "layout/context_cut.h"
 
+#include <cmath>
+#include <limits>
+
 #include "support/test.h"
 
 namespace tessera::layout::context_cut_test {
@@ -75,6 +78,13 @@ TEST(ContextCut, LengthsThatPartsDoNotDivideAreRefusedWithTheNearest) {
             "parts that 2 ranks share (parallelism.context_parallel_parts); take 1028 or 1032");
   EXPECT_THAT(refused(3, 4, 8), EndsWith("; take 8"));
   EXPECT_THAT(refused(15, 4, 8), EndsWith("; take 8 or 16"));
+}
+
+TEST(ContextCut, WorkThatIsNoAmountIsRefused) {
+  for (const double wrong : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+    EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { by_work(8, 2, std::vector{1.0, wrong}); }),
+                Says("of part 1, expected a finite amount that is not negative"));
+  }
 }
 
 TEST(ContextCut, PartsThatRanksDoNotDivideAreRefused) {
