@@ -87,7 +87,7 @@ struct Travelling {
 
 Travelling travelling(const ContextCut& cut, int rank, const SharedAttention& of) {
   Travelling found;
-  // Parts, of whose positions a reach has a range at their end: masks see back from a query.
+  // A reach has the last positions of a part, or none: queries see back from their place.
   const auto common = [&](const Range& reach, int number) {
     return layout::intersect(reach, cut.part(number)).size();
   };
@@ -120,7 +120,7 @@ Travelling travelling(const ContextCut& cut, int rank, const SharedAttention& of
   return found;
 }
 
-/// All layers in one form, on one rank.
+/// Returns the bytes of all layers in one form, on one rank.
 ContextBytes context_bytes_of(const std::map<SharedAttention, std::int64_t>& layers,
                               const ContextCut& cut, int rank, ContextForm form, std::int64_t rows,
                               std::int64_t element) {
@@ -204,7 +204,7 @@ std::vector<std::string> placements_of(const models::ModelSpec& spec, const Para
                  dims.cp, " ranks")};
 }
 
-/// Why results of other layouts may have other bits; empty where they have the same.
+/// Returns why results of other layouts may have other bits; empty where they have the same.
 std::string why_bounds(const ModelContract& contract, KernelsOf kernels) {
   if (kernels != KernelsOf::kCpu) return "kernels of cuda, which choose sums by sizes";
   for (const GradContract& one : contract.parameters) {
@@ -225,14 +225,33 @@ std::string same_bits_text(const models::ModelSpec& spec, const ParallelDims& di
                     : ", where each expert that has tokens has at least 4 on its rank");
 }
 
+/// Returns why a row without parts has other blocks of queries than its parts have; empty where it
+/// has the same.
+std::string why_other_blocks(const std::map<SharedAttention, std::int64_t>& layers,
+                             std::int64_t part) {
+  constexpr std::int64_t kBlocks = 256, kLeast = 32, kMost = 128;
+  if (part % kBlocks != 0) {
+    return concat("which have ", part, " positions, no multiple of ", kBlocks);
+  }
+  for (const auto& [of, count] : layers) {
+    if (of.chunk > 0) return "as a row without them is computed chunk by chunk";
+    // A block has 256 / R queries (kernels/cpu/attention.cpp).
+    const std::int64_t repeat = of.heads / of.groups;
+    if (kBlocks % std::clamp(kBlocks / repeat, kLeast, kMost) != 0) {
+      return concat("as blocks of queries with ", repeat, " heads a key head do not divide ",
+                    kBlocks);
+    }
+  }
+  return "";
+}
+
 /// Whether results also have the bits of rows that are not cut into parts.
-std::string without_parts_text(const ParallelDims& dims, std::int64_t positions) {
-  constexpr std::int64_t kBlock = 256;  // a multiple of each kernel's block of queries
+std::string without_parts_text(const std::map<SharedAttention, std::int64_t>& layers,
+                               const ParallelDims& dims, std::int64_t positions) {
   if (dims.context_form == ContextForm::kHeads) return "";
   if (positions == 0) return "; without parts: set training.seq_len to know";
-  const std::int64_t part = positions / dims.context_parts;
-  if (part % kBlock == 0) return "; as one rank without parts, too";
-  return concat("; bounds without parts, which have ", part, " positions, no multiple of ", kBlock);
+  const std::string why = why_other_blocks(layers, positions / dims.context_parts);
+  return why.empty() ? "; as one rank without parts, too" : concat("; bounds without parts, ", why);
 }
 
 }  // namespace
@@ -250,9 +269,9 @@ std::optional<ContextOfRun> context_of_run(const Config& config, const models::M
   found.placements = placements_of(spec, dims);
   const std::string why = why_bounds(contract, kernels);
   const bool of_latents = spec.mla && dims.context_form == ContextForm::kGather && dims.cp > 1;
-  found.forward_bits = why.empty()
-                           ? same_bits_text(spec, dims) + without_parts_text(dims, positions)
-                           : concat("bounds: ", why);
+  found.forward_bits =
+      why.empty() ? same_bits_text(spec, dims) + without_parts_text(layers, dims, positions)
+                  : concat("bounds: ", why);
   found.backward_bits =
       !why.empty()  ? found.forward_bits
       : !of_latents ? same_bits_text(spec, dims)

@@ -1,5 +1,6 @@
-// What is said of attention over ranks that share rows: bytes are those of dry steps, in both forms;
-// bits are promised only where they are the same; locks and plans of another cut are refused.
+// What is said of attention over ranks that share rows: bytes are those of dry steps, in both
+// forms; bits are promised only where they are the same; locks and plans of another cut are
+// refused.
 #include "train/context_of_run.h"
 
 #include "grad/contract_lock.h"
@@ -89,6 +90,18 @@ TEST(ContextOfRun, BitsArePromisedWhereTheyAreTheSame) {
   EXPECT_EQ(run.context().backward_bits, same);
   run.config.training.seq_len = 1024;
   EXPECT_EQ(run.context().forward_bits, same + "; as one rank without parts, too");
+  models::ModelSpec of_three = run.source.spec;
+  of_three.num_attention_heads = 3 * of_three.num_key_value_heads;
+  EXPECT_EQ(
+      context_of_run(run.config, of_three, run.dims(), run.contract(), KernelsOf::kCpu)
+          ->forward_bits,
+      same +
+          "; bounds without parts, as blocks of queries with 3 heads a key head do not divide "
+          "256");
+  Shared chunks("llama4-text", 2, kGather);
+  chunks.config.training.seq_len = 1024;
+  EXPECT_THAT(chunks.context().forward_bits,
+              Says("; bounds without parts, as a row without them is computed chunk by chunk"));
   run.config.precision.param_dtype.dtype = DType::kBFloat16;
   EXPECT_THAT(run.context().forward_bits, Says("bounds: computes in bfloat16 ("));
   EXPECT_THAT(Shared("qwen3", 2, kHeads).context().forward_bits,
