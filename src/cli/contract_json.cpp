@@ -159,7 +159,7 @@ Json json_of(const std::optional<train::ContextOfRun>& context) {
     return Json{{"forward_sent_bytes", bytes.forward}, {"backward_sent_bytes", bytes.backward}};
   };
   Json found = {{"degree", context->dims.cp},
-                {"form", train::word_of_form(context->dims.context_form)},
+                {"form", word_of(context->dims.context_form)},
                 {"parts", context->dims.context_parts},
                 {"layers", context->layers},
                 {"placements", context->placements},

@@ -294,27 +294,23 @@ std::optional<ContextOfRun> context_of_run(const Config& config, const models::M
   return found;
 }
 
-std::string_view word_of_form(ContextForm form) {
-  return form == ContextForm::kGather ? "gather" : "heads";
-}
-
 std::string context_text(const ParallelDims& dims) {
   if (dims.cp == 1 && dims.context_parts == 1) return "";
-  return concat(word_of_form(dims.context_form), " over ", dims.cp,
+  return concat(word_of(dims.context_form), " over ", dims.cp,
                 dims.cp == 1 ? " rank, " : " ranks, ", dims.context_parts, " parts");
 }
 
 std::vector<std::string> context_lock_lines(const ParallelDims& dims) {
   if (dims.cp == 1 && dims.context_parts == 1) return {};
   return {concat("context rows degree ", dims.cp),
-          concat("context rows form ", word_of_form(dims.context_form)),
+          concat("context rows form ", word_of(dims.context_form)),
           concat("context rows parts ", dims.context_parts)};
 }
 
 std::string contract_text(const ContextOfRun& context) {
   const ParallelDims& dims = context.dims;
-  std::string text = concat("rows over cp ", dims.cp, ": form ", word_of_form(dims.context_form),
-                            ", ", dims.context_parts, " parts");
+  std::string text = concat("rows over cp ", dims.cp, ": form ", word_of(dims.context_form), ", ",
+                            dims.context_parts, " parts");
   if (context.positions > 0) {
     text += concat(", ", context.positions / dims.cp, " of ", context.positions,
                    " positions on a rank");
@@ -331,8 +327,8 @@ std::string contract_text(const ContextOfRun& context) {
 std::string costs_text(const ContextOfRun& context) {
   const ParallelDims& dims = context.dims;
   if (dims.cp == 1) return "";
-  std::string text = concat("  context: cp ", dims.cp, ", form ", word_of_form(dims.context_form),
-                            ", ", dims.context_parts, " parts\n");
+  std::string text = concat("  context: cp ", dims.cp, ", form ", word_of(dims.context_form), ", ",
+                            dims.context_parts, " parts\n");
   if (context.positions == 0) return text + "    set training.seq_len to know what it sends\n";
   const ContextBytes& bytes = context.bytes;
   const std::int64_t layers = std::max<std::int64_t>(1, context.layers);

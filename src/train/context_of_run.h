@@ -3,15 +3,14 @@
 // `inspect --contract` print, as a value.
 //
 // Bytes are counted from the cut and the mask of each layer, for rows of one document: where rows
-// are packed, less is reached, and fewer keys and values travel. Images that are read both ways
-// count as text. tests/unit/train/context_of_run_test.cpp compares the bytes with dry steps. Pure.
-// Next: dry/step_traffic.h, ../layout/context_cut.h, ../../docs/context.md.
+// are packed, less is reached, and as a rule fewer keys and values travel. Images that are read
+// both ways count as text. tests/unit/train/context_of_run_test.cpp compares the bytes with dry
+// steps. Pure. Next: dry/step_traffic.h, ../layout/context_cut.h, ../../docs/context.md.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "layout/parallel_dims.h"
@@ -50,8 +49,6 @@ std::optional<ContextOfRun> context_of_run(const Config& config, const models::M
                                            const ParallelDims& dims, const ModelContract& contract,
                                            KernelsOf kernels);
 
-/// "gather" or "heads".
-std::string_view word_of_form(ContextForm form);
 /// "gather over 2 ranks, 4 parts": all that bits depend on; empty where rows are not cut.
 std::string context_text(const ParallelDims& dims);
 /// The lines of a lock (grad/contract_lock.h); none where rows are not cut.

@@ -21,6 +21,15 @@
 #include "tessera/precision.h"
 #include "tessera/recompute_mode.h"
 
+namespace tessera {
+
+constexpr auto words_of(ContextForm) {
+  return std::to_array<Word<ContextForm>>(
+      {{"gather", ContextForm::kGather}, {"heads", ContextForm::kHeads}});
+}
+
+}  // namespace tessera
+
 namespace tessera::train {
 
 enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };

@@ -14,10 +14,6 @@ constexpr auto words_of(RouterTokens) {
   return std::to_array<Word<RouterTokens>>(
       {{"shards", RouterTokens::kShards}, {"all", RouterTokens::kAll}});
 }
-constexpr auto words_of(ContextForm) {
-  return std::to_array<Word<ContextForm>>(
-      {{"gather", ContextForm::kGather}, {"heads", ContextForm::kHeads}});
-}
 constexpr auto words_of(AdjustLr) {
   return std::to_array<Word<AdjustLr>>(
       {{"original", AdjustLr::kOriginal}, {"match_rms_adamw", AdjustLr::kMatchRmsAdamw}});
