@@ -16,6 +16,7 @@
 #include "parallel/context_exchange.h"
 #include "support/ranks.h"
 #include "support/test.h"
+#include "tessera/context.h"
 
 namespace tessera::nn::context_attention_test {
 namespace {
@@ -279,18 +280,36 @@ struct Reasons : grad::Recording {
   std::vector<std::string> all;
 };
 
-TEST(ContextAttention, ARegionThatHoldsTheGatherIsNotReplayed) {
+TEST(ContextAttention, ARegionThatHoldsItsExchangesIsNotReplayed) {
   ranks(2).run([](World& world) {
     const auto mesh = world.mesh(MeshShape({{"ep", 2}}));
-    const ContextRegion region{parallel::axis_of(mesh, "ep"), ContextForm::kGather, 4};
-    const auto rows = context_rows(layout::head_tail(32, 2, 4), region.axis.rank, at::kCPU);
     const Tensors t = tensors(16);
-    Reasons reasons;
-    {
-      const grad::RecordingScope recorded(&reasons);
-      context_attention({t.q, t.k, t.v}, 0.3, {}, Scores::kOfInputs, region, {{}, rows});
+    for (const ContextForm form : {ContextForm::kGather, ContextForm::kHeads}) {
+      const ContextRegion region{parallel::axis_of(mesh, "ep"), form, 4};
+      const auto rows = context_rows(layout::head_tail(32, 2, 4), region.axis.rank, at::kCPU);
+      Reasons reasons;
+      {
+        const grad::RecordingScope recorded(&reasons);
+        context_attention({t.q, t.k, t.v}, 0.3, {}, Scores::kOfInputs, region, {{}, rows});
+      }
+      EXPECT_THAT(reasons.all, ::testing::Contains("attention over ranks of a context region"));
     }
-    EXPECT_THAT(reasons.all, ::testing::Contains("attention over ranks of a context region"));
+  });
+}
+
+TEST(ContextParallelOptions, PartsAndWorkThatDoNotFitAreRefused) {
+  ranks(2).run([](World& world) {
+    const auto mesh = world.mesh(MeshShape({{"ep", 2}}));
+    const auto refused = [&](const ContextOptions& options) {
+      return error_of(ErrorKind::kConfig, [&] { ContextParallel(mesh, 16, options); });
+    };
+    EXPECT_THAT(refused({.axis = "ep", .parts = -4}),
+                Says("found -4, expected 0 or a multiple of 4"));
+    EXPECT_THAT(refused({.axis = "ep", .parts = 8, .work = {1, 2, 3, 4}}),
+                Says("found 4 values, expected one for each of 8 parts"));
+    EXPECT_THAT(refused({.axis = "ep", .work = {1, 2, 3, -4}}), Says("found work -4 of part 3"));
+    const ContextParallel shared(mesh, 16, {.axis = "ep", .parts = 4, .work = {4, 3, 2, 1}});
+    EXPECT_EQ(shared.own_positions(), 8);
   });
 }
 

@@ -28,6 +28,7 @@ using torch::autograd::variable_list;
 
 constexpr const char* kGatherName = "keys and values of attention";
 constexpr const char* kHeadsName = "heads of attention";
+constexpr const char* kRegionName = "attention over ranks of a context region";
 
 /// The positions whose keys and values a rank passes.
 enum class KeysGiven : std::uint8_t { kOwn, kWhole };
@@ -326,6 +327,7 @@ at::Tensor over_heads(const AttentionHeads& heads, const ContextRegion& region,
                       const ContextRows& rows,
                       const std::function<at::Tensor(const AttentionHeads&)>& attend) {
   if (region.axis.alone()) return attend(heads);
+  grad::refuse_recording(kRegionName);
   const std::int64_t groups = heads.q.size(1), repeat = heads.q.size(3);
   const std::int64_t own = groups / region.axis.size;
   TESSERA_INVARIANT(own * region.axis.size == groups, groups, " heads of keys and values over ",
@@ -350,7 +352,7 @@ AttentionMask seen_by_tests(AttentionMask mask, const Documents& documents) {
 at::Tensor by_parts(const AttentionHeads& heads, double scale, const AttentionMask& mask,
                     Scores scores, KeysGiven keys, const ContextRegion& region,
                     const Documents& documents) {
-  grad::refuse_recording("attention over ranks of a context region");
+  grad::refuse_recording(kRegionName);
   const WideScope inside;
   return PartAttentionFunction::apply(
       heads.q, heads.k, heads.v, given(mask.sinks), given(mask.begins), given(mask.ends),
