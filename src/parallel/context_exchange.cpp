@@ -9,6 +9,7 @@
 
 #include "base/first_derivative.h"
 #include "base/test_hooks.h"
+#include "comm/host_read.h"
 #include "grad/region.h"
 #include "parallel/collectives.h"
 #include "tessera/error.h"
@@ -118,7 +119,7 @@ void seen_by_tests(const ContextSite& site, std::vector<at::Tensor>& tensors) {
 at::Tensor places_on(const std::vector<std::int64_t>& places, at::Device device) {
   const at::Tensor host = at::empty({std::ssize(places)}, at::TensorOptions(at::kLong));
   std::copy(places.begin(), places.end(), host.mutable_data_ptr<std::int64_t>());
-  return host.to(device);
+  return comm::uploaded(host, device);
 }
 
 std::vector<at::Tensor> gather_reached(const std::vector<at::Tensor>& own,

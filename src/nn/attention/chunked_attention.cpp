@@ -92,10 +92,11 @@ at::Tensor ChunkedAttention::attend_within(const Heads& heads, std::int64_t begi
 }
 
 at::Tensor ChunkedAttention::first_keys(const at::Tensor& starts, std::int64_t rows,
-                                        std::int64_t positions) const {
+                                        std::int64_t positions, at::Device device) const {
   if (!options_.chunk) return starts;
   const at::Tensor begins =
-      starts.defined() ? starts : at::zeros({rows, positions}, at::TensorOptions(at::kLong));
+      starts.defined() ? starts
+                       : at::zeros({rows, positions}, at::TensorOptions(at::kLong).device(device));
   const at::Tensor own = at::arange(positions, begins.options()) - begins;
   return begins + own.div(*options_.chunk, "floor") * *options_.chunk;
 }
@@ -107,17 +108,17 @@ at::Tensor ChunkedAttention::attend(const Heads& heads, const Documents& documen
     return over_heads(heads, options_.context, rows,
                       [&](const Heads& all) { return attend_rows(all, documents.starts); });
   }
-  at::Tensor begins = first_keys(documents.starts, heads.q.size(0), rows.cut.positions);
-  if (begins.defined()) begins = begins.to(heads.q.device());
-  const AttentionMask mask{.begins = begins};
+  const AttentionMask mask{.begins = first_keys(documents.starts, heads.q.size(0),
+                                                rows.cut.positions, heads.q.device())};
   return context_attention(heads, scale(), mask, Scores::kOfInputs, options_.context, documents);
 }
 
 at::Tensor ChunkedAttention::attend_rows(const Heads& heads, const at::Tensor& starts) const {
   const std::int64_t positions = heads.q.size(2);
   if (starts.defined()) {
-    return causal_attention(heads.q, heads.k, heads.v, scale(),
-                            {.begins = first_keys(starts, heads.q.size(0), positions)});
+    return causal_attention(
+        heads.q, heads.k, heads.v, scale(),
+        {.begins = first_keys(starts, heads.q.size(0), positions, heads.q.device())});
   }
   if (positions == 0) return attend_within(heads, 0, 0);
   std::vector<at::Tensor> parts;

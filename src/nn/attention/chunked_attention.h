@@ -62,8 +62,10 @@ class ChunkedAttention : public TokenMixer {
   at::Tensor attend(const Heads& heads, const Documents& documents) const;
   /// The same with whole rows, whose documents begin at `starts` if that is defined.
   at::Tensor attend_rows(const Heads& heads, const at::Tensor& starts) const;
-  /// The first key that each position sees, [B, T]; starts as above.
-  at::Tensor first_keys(const at::Tensor& starts, std::int64_t rows, std::int64_t positions) const;
+  /// Returns the first key that each position sees, [B, T] on `device`, that of starts; these as
+  /// above.
+  at::Tensor first_keys(const at::Tensor& starts, std::int64_t rows, std::int64_t positions,
+                        at::Device device) const;
   /// Attends for queries [begin, end) of those given, which lie at the same places among the given
   /// keys.
   at::Tensor attend_within(const Heads& heads, std::int64_t begin, std::int64_t end) const;
