@@ -75,12 +75,13 @@ std::uint64_t hash_of(const std::vector<MicroBatch>& batches) {
     add(batch.input_ids);
     add(batch.targets);
     add(batch.documents.starts);
+    if (batch.token_types) add(*batch.token_types);
   }
   return hasher.digest();
 }
 
-/// Ranks of the context-parallel axis compute parts of the same rows: of others, attention would mix
-/// them. Collective. Errors, on all ranks alike: kFormat.
+/// Checks that ranks of the context-parallel axis have the same rows: attention would mix others.
+/// Collective. Errors, on all ranks alike: kFormat.
 void require_same_rows(const ShardedBase& model, const std::vector<MicroBatch>& batches,
                        std::int64_t step) {
   const MeshShapes& mesh = model.mesh().shapes();
