@@ -20,8 +20,8 @@ namespace tessera::grad {
 std::string contract_lock(const ModelContract& contract,
                           const std::vector<std::string>& context = {});
 
-/// Returns the lines in which `contract` and `context` differ from `lock`, sorted: "- ..." for lines
-/// of the lock, "+ ..." for others. `file`: the name in errors. Errors: kFormat naming the
+/// Returns the lines in which `contract` and `context` differ from `lock`, sorted: "- ..." for
+/// lines of the lock, "+ ..." for others. `file`: the name in errors. Errors: kFormat naming the
 /// line of a text that is no lock, also of one that was edited by hand and is no longer sorted.
 std::vector<std::string> differences_from_lock(const ModelContract& contract, std::string_view lock,
                                                std::string_view file,

@@ -17,7 +17,7 @@ const std::int64_t* data_of(const std::optional<at::Tensor>& tensor) {
   return tensor ? static_cast<const std::int64_t*>(tensor->const_data_ptr()) : nullptr;
 }
 
-/// Returns the keys that queries of one row see: `own` is the queries' range among them.
+/// Returns the part of `keys` that `queries` of one row see.
 layout::Range narrowed(layout::Range keys, const layout::Range& queries, const std::int64_t* begins,
                        const std::int64_t* ends) {
   if (begins != nullptr) {

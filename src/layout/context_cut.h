@@ -2,9 +2,9 @@
 //
 // A row is cut into equal, contiguous parts; each part has an owner, and every rank has the same
 // number of parts. The parts, not the ranks, fix the order of sums over queries: runs whose cuts
-// have the same parts have the same bits, on one rank or on several. Pure, so that all ranks compute
-// the same cut from the same rows. Head and tail: Megatron-LM's and torch's load balancing of a
-// causal mask. Next: ../nn/context_region.h.
+// have the same parts have the same bits, on one rank or on several. Pure, so that all ranks
+// compute the same cut from the same rows. Head and tail: Megatron-LM's and torch's load balancing
+// of a causal mask. Next: ../nn/context_region.h.
 #pragma once
 
 #include <cstdint>
@@ -35,24 +35,23 @@ struct ContextCut {
   bool operator==(const ContextCut&) const = default;
 };
 
-/// Rank r has the r-th part from the head and the r-th from the tail, of 2 * ranks; where `parts` is
-/// a larger multiple of that, each of those is so many parts. Balances a causal mask of one document
-/// a row. Errors: kConfig as check_cut and check_parts.
+/// Gives rank r the r-th of 2 * ranks pieces from the head and the r-th from the tail, which
+/// balances a causal mask of one document a row. A piece is parts / (2 * ranks) parts. Errors:
+/// kConfig as check_cut and check_parts.
 ContextCut head_tail(std::int64_t positions, int ranks, int parts);
 
-/// The part with the most work goes first, to the rank with the least work that still has room; ties
-/// by number. Then the most loaded rank exchanges a part for a smaller one of another rank, as long
-/// as that lowers the larger load of the two. `work`: of each part, not negative, for instance its
-/// pairs of query and key. The work of two ranks differs by at most that of the largest part less
-/// that of the smallest. Errors: kConfig as check_cut.
+/// Gives the part with the most work first, to the rank with the least work that still has room;
+/// ties by number. Then the most loaded rank exchanges a part for a smaller one of another rank, as
+/// long as that lowers the larger load of the two. `work`: of each part, for instance its pairs of
+/// query and key. The work of two ranks differs by at most that of the largest part less that of
+/// the smallest. Errors: kConfig as check_cut, and for work that is negative or not finite.
 ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work);
 
-/// Errors: kConfig for parts that are no head and tail, or several of each, for each of several
-/// ranks.
+/// Errors: kConfig for parts that are no multiple of twice the ranks, where there are several.
 void check_parts(int ranks, int parts);
 
-/// Errors: kConfig for parts that do not divide the positions, or ranks that do not divide the parts,
-/// with the nearest lengths that go.
+/// Errors: kConfig for parts that do not divide the positions, with the nearest valid lengths, or
+/// for ranks that do not divide the parts.
 void check_cut(std::int64_t positions, int ranks, int parts);
 
 /// "8 parts of 128 over 2 ranks: 0 1 1 0 0 1 1 0".

@@ -37,8 +37,8 @@ struct ParallelDims {
   int ep = 1;
   int etp = 1;  ///< 1, or tp: every expert is cut as the other layers are
   ContextForm context_form = ContextForm::kGather;
-  /// Equal parts that a row is cut into (context_cut.h): they fix the order of sums. 1 with one rank
-  /// of cp is the row as a whole.
+  /// Equal parts that a row is cut into (context_cut.h): they fix the order of sums. 1 with one
+  /// rank of cp is the row as a whole.
   int context_parts = 1;
   SequenceParallel sequence = SequenceParallel::kYes;
   RouterTokens router = RouterTokens::kShards;

@@ -1,9 +1,9 @@
-// ContextRegion: the ranks of the context-parallel axis, which share the positions of the same rows.
-// ContextRows: which positions of the rows of one forward this rank has.
+// ContextRegion: the ranks of the context-parallel axis, which share the positions of the same
+// rows. ContextRows: which positions of the rows of one forward this rank has.
 //
-// All of a layer but attention computes with the positions of this rank, [B, n, .] with n = T / ranks.
-// Attention alone sees the others, in one of two forms (ContextForm). What is a property of whole
-// rows (documents, masks) stays of whole rows on every rank. Next: documents.h,
+// All of a layer but attention computes with the positions of this rank, [B, n, .] with n = T /
+// ranks. Attention alone sees the others, in one of two forms (ContextForm). What is a property of
+// whole rows (documents, masks) stays of whole rows on every rank. Next: documents.h,
 // attention/context_attention.h, ../layout/context_cut.h.
 #pragma once
 

@@ -4,8 +4,8 @@
 // what its documents alone would. The packer gives for each position where its document begins; a
 // row without borders is one document. Where ranks of a context region share the positions of rows,
 // starts are those of whole rows on every rank, and `context` says which positions it has. Short
-// symbols: B rows, T positions, D head_dim. Next:
-// rope.h, attention/attention.h, ../kernels/seen_blocks.h.
+// symbols: B rows, T positions, D head_dim. Next: rope.h, attention/attention.h,
+// ../kernels/seen_blocks.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

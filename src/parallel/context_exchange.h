@@ -9,9 +9,10 @@
 //   to_heads       S->S  positions of all heads -> heads of all        to_positions
 //   to_positions   S->S  the inverse                                   to_heads
 //
-// Each is one all-to-all, whose sizes follow from the cut alone: no counts are exchanged. On an axis
-// of one rank nothing is sent. Short symbols: n own positions, T those of a row, A anything before
-// them, C anything after. Next: ../layout/context_cut.h, ../nn/attention/context_attention.h.
+// Each is one all-to-all, whose sizes follow from the cut and from what parts reach, both the same
+// on all ranks: no counts are exchanged. On an axis of one rank nothing is sent. Short symbols: n
+// own positions, T those of a row, A anything before them, C anything after. Next:
+// ../layout/context_cut.h, ../nn/attention/context_attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +34,7 @@ struct ContextExchange {
   std::string where;
 };
 
-/// Returns places as a tensor, i64.
+/// Returns places as a tensor, i64. The host does not wait for the device.
 at::Tensor places_on(const std::vector<std::int64_t>& places, at::Device device);
 
 /// A place of test_hooks::context_exchange (base/test_hooks.h).
@@ -63,8 +64,8 @@ class PartSums {
   /// `like`: own results [A, n, C]; sums have `dtype`.
   PartSums(const ContextExchange& exchange, const std::vector<at::Tensor>& like,
            at::ScalarType dtype);
-  /// Adds a part's addends [A, size of its reach, C], one a result, in `dtype`. A rank adds its
-  /// parts in ascending order, each once.
+  /// Adds a part's addends [A, size of its reach, C], one a result, converted to `dtype`. A rank
+  /// adds its parts in ascending order, each once.
   void add(int part, std::vector<at::Tensor> addends);
   /// Returns the sums [A, n, C]. Collective; must be called once, after all parts.
   std::vector<at::Tensor> finish(Direction direction = Direction::kBackward);
@@ -83,9 +84,9 @@ class PartSums {
 };
 
 /// own [A, n, C] -> [A, T, C] as gather_reached gives it, with a derivative: the gradient is this
-/// rank's addend in what the first of its parts reaches (its others reach nothing), and the sums are
-/// rounded to its dtype. Autograd passes zeros for a result that is not used: all ranks have to issue
-/// the same exchanges.
+/// rank's addend in what the first of its parts reaches (its others reach nothing), and the sums
+/// are rounded to its dtype. Autograd passes zeros for a result that is not used: all ranks have to
+/// issue the same exchanges.
 at::Tensor gather_places(const at::Tensor& own, const ContextExchange& exchange);
 
 /// [A, G, n, C] each -> [A, G / ranks, T, C]: own heads of all positions.

@@ -1,5 +1,5 @@
-// What attention over ranks that share rows sends and holds, counted in dry runs of one rank of many:
-// bytes by closed formulas and by the definition of each mask; what is kept until backward.
+// What attention over ranks that share rows sends and holds, counted in dry runs of one rank of
+// many: bytes by closed formulas and by the definition of each mask; what is kept until backward.
 #include <numeric>
 #include <random>
 
@@ -245,8 +245,8 @@ TEST(ContextCounts, AttentionKeepsItsShareOfTheRow) {
   }
 }
 
-// Own keys and values in the order of positions, those of whole rows, and messages both ways, in the
-// place of all keys and values on one rank.
+// Own keys and values in the order of positions, those of whole rows, and messages both ways, in
+// the place of all keys and values on one rank.
 TEST(ContextCounts, GatherHoldsKeysAndValuesOfWholeRowsWhileItRuns) {
   constexpr double kWhole = kNumbersOfKeys * kOfPosition;
   const Held alone = held_by<Attention>(attention(), kHeadDim, cut_of(1), ContextForm::kGather);

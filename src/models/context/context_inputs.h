@@ -1,5 +1,5 @@
-// A batch as the layers of a context region take it: the positions of this rank, with documents that
-// stay those of whole rows.
+// A batch as the layers of a context region take it: the positions of this rank, with documents
+// that stay those of whole rows.
 //
 // Every rank of the region is given the same whole rows, so that what is a property of a row
 // (documents, images, shifted targets) is computed before the cut. Next: ../nn/context_region.h,
@@ -14,14 +14,15 @@
 
 namespace tessera::models {
 
-/// The cut of the batch's rows over the ranks: the one that it brings, else head and tail. Null where
-/// the region does not cut rows. Errors: kFormat for rows that cannot be cut, or another cut than the
-/// region's ranks have.
+/// Returns the positions of this rank by the cut that the batch brings, else by head and tail; null
+/// where the region does not cut rows. Errors: kConfig for rows that cannot be cut; kFormat for a
+/// cut of rows of another length or for another number of ranks.
 std::shared_ptr<const nn::ContextRows> context_rows(const ModelInputs& batch,
                                                     const nn::ContextRegion& region);
 
-/// ids, targets, routing and fillers of own positions; `rows` may be null. Token types and images
-/// stay as they are. Errors: kFormat for routing of another number of tokens.
+/// Returns the batch with ids, targets, routing and fillers of own positions; `rows` may be null.
+/// Token types and images stay those of whole rows. Errors: kFormat for routing of another number
+/// of tokens.
 ModelInputs own_inputs(const ModelInputs& batch, std::shared_ptr<const nn::ContextRows> rows);
 
 /// While it lives, dropout (base/random.h) is keyed by the places that own positions have in their

@@ -33,7 +33,7 @@ constexpr const char* kRegionName = "attention over ranks of a context region";
 /// The positions whose keys and values a rank passes.
 enum class KeysGiven : std::uint8_t { kOwn, kWhole };
 
-/// A call without its tensors.
+/// Holds what a call has besides tensors.
 struct PartCall : torch::CustomClassHolder {
   PartCall(parallel::Axis over, std::shared_ptr<const ContextRows> of_rows, Scores kind,
            KeysGiven keys, std::int64_t most, double factor)
@@ -54,7 +54,7 @@ struct PartCall : torch::CustomClassHolder {
   const double scale;
 };
 
-/// All parts on one rank.
+/// Returns the same parts, all on one rank.
 layout::ContextCut not_shared(const layout::ContextCut& cut) {
   return {.ranks = 1,
           .positions = cut.positions,
@@ -66,7 +66,7 @@ c10::intrusive_ptr<T> held(AutogradContext* ctx) {
   return c10::dynamic_intrusive_pointer_cast<T>(ctx->saved_data["call"].toCapsule());
 }
 
-/// The keys that the queries of each part see, in any row.
+/// Returns the keys that the queries of each part see, in any row.
 std::vector<Range> reach_of_parts(const layout::ContextCut& cut, std::int64_t rows,
                                   const kernels::SeenKeys& seen) {
   std::vector<Range> reach(static_cast<std::size_t>(cut.parts()), Range{cut.positions, 0});
@@ -76,7 +76,7 @@ std::vector<Range> reach_of_parts(const layout::ContextCut& cut, std::int64_t ro
                                  .block = std::max<std::int64_t>(1, cut.part_size())};
   for (const kernels::SeenBlock& block : kernels::seen_blocks(sizes, seen)) {
     Range& of_part = reach[static_cast<std::size_t>(block.queries.begin / sizes.block)];
-    // As blocks' keys, so that a part has the blocks that the whole row has.
+    // From a multiple of kFirstKeys, as blocks begin in a whole row.
     of_part.begin =
         std::min(of_part.begin, block.keys.begin / kernels::kFirstKeys * kernels::kFirstKeys);
     of_part.end = std::max(of_part.end, block.keys.end);
@@ -84,7 +84,7 @@ std::vector<Range> reach_of_parts(const layout::ContextCut& cut, std::int64_t ro
   return reach;
 }
 
-/// Own keys and values as [B*G, n, .], for exchanges.
+/// Returns own keys and values as [B*G, n, .], for exchanges.
 std::vector<at::Tensor> by_position(const at::Tensor& k, const at::Tensor& v) {
   const std::int64_t rows = k.size(0), groups = k.size(1), positions = k.size(2);
   return {k.reshape({rows * groups, positions, k.size(4)}),
@@ -126,7 +126,7 @@ class PartInputs {
     }
   }
 
-  /// The `index`-th of own parts, which is part `number` of the row.
+  /// Returns the tensors of the `index`-th of own parts, which is part `number` of the row.
   OfPart part(std::int64_t index, int number) const {
     const Range queries = call_.cut().part(number);
     const Range& reach = exchange_.reach[static_cast<std::size_t>(number)];
@@ -306,7 +306,7 @@ struct ToPositionsFunction : torch::autograd::Function<ToPositionsFunction> {
   }
 };
 
-/// The sinks of the heads that the rank has in the form kHeads.
+/// Returns the mask with the sinks of the heads that the rank has in the form kHeads.
 AttentionMask of_own_heads(AttentionMask mask, const ContextRegion& region) {
   if (!mask.sinks.defined()) return mask;
   const std::int64_t heads = mask.sinks.size(0) / region.axis.size;
@@ -382,7 +382,8 @@ at::Tensor attention_to_whole(const AttentionHeads& heads, double scale, const A
 
 namespace {
 
-/// One addend a rank: what all of its parts reach, in the place of the first of them.
+/// Returns what all parts of a rank reach together, in the place of its first part, so that a rank
+/// has one addend; its other parts reach nothing.
 std::vector<Range> reach_of_ranks(const layout::ContextCut& cut, const std::vector<Range>& reach) {
   std::vector<Range> of_ranks(reach.size());
   for (int rank = 0; rank < cut.ranks; ++rank) {

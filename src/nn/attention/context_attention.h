@@ -1,9 +1,9 @@
 // Attention over the ranks of a context region, each of which has its queries of the same rows.
 //
 // Two forms (ContextForm). kGather: a rank gathers the keys and values that its queries see and
-// computes each part of its positions by itself; in backward each part's addends to the gradients of
-// keys and values go to their owner in fp32, who adds them in the order of the parts. So results and
-// gradients depend on the parts of the cut alone, not on the ranks: with as many parts they are
+// computes each part of its positions by itself; in backward each part's addends to the gradients
+// of keys and values go to their owner in fp32, who adds them in the order of the parts. So results
+// and gradients depend on the parts of the cut alone, not on the ranks: with as many parts they are
 // those of one rank, bit for bit, where the kernels' are. kHeads: an all-to-all gives a rank all
 // positions of a part of the heads, with which it computes as one rank would. Gathered keys and
 // values are not kept: backward gathers them again. Source: docs/context.md; DeepSpeed-Ulysses
@@ -27,15 +27,16 @@ enum class Scores : std::uint8_t {
   kWide,      ///< fp32 (windowed_attention)
 };
 
-/// Keys and values of own positions, as causal_attention takes them.
+/// Queries, keys and values of own positions, as causal_attention takes them.
 struct AttentionHeads {
   at::Tensor q;  ///< [B, G, n, R, D]
   at::Tensor k;  ///< [B, G, n, 1, D]
   at::Tensor v;  ///< [B, n, G*D']
 };
 
-/// -> [B, n, G*R*D'] of own positions. The mask is of whole rows: begins, ends [B, T]; sinks are
-/// those of all own heads. Rows that are not cut: causal_attention or windowed_attention itself.
+/// -> [B, n, G*R*D'] of own positions. The mask is that of whole rows, begins and ends [B, T], and
+/// its sinks those of all heads given. Without a cut it is causal_attention or windowed_attention
+/// itself. Collective where ranks share rows, as all functions here.
 at::Tensor context_attention(const AttentionHeads& heads, double scale, const AttentionMask& mask,
                              Scores scores, const ContextRegion& region,
                              const Documents& documents);

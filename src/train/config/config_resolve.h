@@ -63,7 +63,7 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
 
 /// Errors: kConfig for rows of `positions` tokens that are no multiple of their parts, that context
 /// and sequence parallelism cannot share out, or that leave a rank fewer than 4 of them; with the
-/// nearest lengths that go. `key`: what has these rows.
+/// nearest valid lengths. `key`: what has these rows.
 void check_positions(const ParallelismConfig& parallelism, std::int64_t positions,
                      std::string_view key = "training.seq_len");
 

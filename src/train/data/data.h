@@ -45,7 +45,8 @@ struct MicroBatch {
   /// The same where `model` computes: on a device by pinned memory, without a wait of the host.
   /// Layers there cannot look at values without one, so they are looked at before. Of a pipeline's
   /// rank what its stages read: without the embedding ids have sizes alone, without the head
-  /// targets stay on the host. Where ranks of cp share rows, with the cut of these. Errors: kFormat, as LanguageModel::check_values.
+  /// targets stay on the host. Where ranks of cp share rows, with the cut of these. Errors:
+  /// kFormat, as LanguageModel::check_values.
   MicroBatch on(at::Device device, const models::LanguageModel& model) const;
 };
 

@@ -42,8 +42,8 @@ bool packs_documents(const std::vector<std::string>& files, std::optional<Packin
 /// The configuration with files in place of patterns. Errors: as files_of.
 Config with_files(Config config);
 
-/// The configuration with parallelism.context_parallel_parts filled in where rows of training.seq_len
-/// are packed (parts_of_packed_rows()). Files that are not there pack nothing.
+/// Returns the configuration with parallelism.context_parallel_parts filled in where rows of
+/// training.seq_len are packed (parts_of_packed_rows()). Files that are not there pack nothing.
 Config with_context_parts(Config config);
 
 }  // namespace tessera::train
