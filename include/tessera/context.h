@@ -40,10 +40,10 @@ struct ContextOptions {
 /// A value, cheap to copy. Threads: the rank's.
 class ContextParallel {
  public:
-  /// Rows of `positions`. Collective among the ranks of the axis the first time. Errors: kConfig
-  /// for positions that parts do not divide, with the nearest valid ones, for parts that the ranks
-  /// cannot share, for work that is not that of each part, negative or not finite, and as
-  /// Mesh::ranks_of().
+  /// Rows of `positions`. Collective among the ranks of the axis. Errors: kConfig for positions
+  /// that parts do not divide, with the nearest valid ones, for parts that the ranks cannot share,
+  /// for work that is not that of each part, negative or not finite, and as Mesh::ranks_of();
+  /// kUsage where ranks of the axis would cut in different ways.
   ContextParallel(const Mesh& mesh, std::int64_t positions, const ContextOptions& options = {});
 
   std::int64_t positions() const;      ///< T

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "comm/group.h"
 #include "parallel/axis.h"
 #include "parallel/context_exchange.h"
 #include "tessera/error.h"
@@ -40,6 +41,16 @@ std::int64_t checked_dim(const at::Tensor& x, std::int64_t dim, std::int64_t exp
   return from_begin;
 }
 
+/// Errors: kUsage where a rank has another cut. Collective.
+void require_same_cut(const parallel::Axis& axis, const layout::ContextCut& cut) {
+  if (axis.alone()) return;
+  const auto found =
+      comm::first_that_differs(*axis.group, layout::to_string(cut), "ContextParallel");
+  TESSERA_CHECK(!found, ErrorKind::kUsage, "ContextParallel: rank ", found->rank, " of axis ",
+                axis.name, " cuts ", found->of_rank, ", expected as rank 0 ", found->of_first,
+                "; give all of them the same positions and ContextOptions");
+}
+
 }  // namespace
 
 ContextParallel::ContextParallel(const Mesh& mesh, std::int64_t positions,
@@ -49,6 +60,7 @@ ContextParallel::ContextParallel(const Mesh& mesh, std::int64_t positions,
   auto axis = parallel::axis_of(mesh, options.axis);
   const int rank = axis.rank;
   auto cut = cut_of(positions, axis.size, options);
+  require_same_cut(axis, cut);
   auto places = cut.places_of(rank);
   // A rank gives one addend to the gradient of every position.
   std::vector<layout::Range> reach(static_cast<std::size_t>(cut.parts()));

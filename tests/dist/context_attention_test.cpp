@@ -313,5 +313,19 @@ TEST(ContextParallelOptions, PartsAndWorkThatDoNotFitAreRefused) {
   });
 }
 
+// Naive: each cuts as it was told to, and gathered positions stand in a wrong order.
+TEST(ContextParallelOptions, RanksWithDifferentWorkAreRefused) {
+  ranks(2).run([](World& world) {
+    const auto mesh = world.mesh(MeshShape({{"ep", 2}}));
+    std::vector<double> work{4, 3, 2, 1};
+    if (world.rank() == 1) std::swap(work[0], work[1]);
+    EXPECT_THAT(
+        error_of(ErrorKind::kUsage,
+                 [&] { ContextParallel(mesh, 16, {.axis = "ep", .work = work}); }),
+        Says("rank 1 of axis ep cuts 4 parts of 4 over 2 ranks: 1 0 0 1, expected as rank 0 "
+             "4 parts of 4 over 2 ranks: 0 1 1 0"));
+  });
+}
+
 }  // namespace
 }  // namespace tessera::nn::context_attention_test
