@@ -33,6 +33,7 @@
 #include "train/contract_of_run.h"
 #include "train/data/config_paths.h"
 #include "train/data/data_files.h"
+#include "train/dry/dry_batches.h"
 #include "train/dry/dry_step.h"
 #include "train/dry/plan_memory.h"
 #include "train/dry/step_traffic.h"
@@ -106,6 +107,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   step.source = train::open_as(train::model_key(config.model),
                                [&] { return train::open_model(config.model, config.lora); });
+  train::check_rows_of_files(config, step.source);
   step.contract = train::resolve_model(step.source, config, step.dims);
   step.buckets = train::plan_model(step.source.description, step.contract.parameters,
                                    train::mesh_shape(step.dims), train::buckets_here(config));

@@ -27,15 +27,15 @@ struct Place {
   std::int64_t local = 0;  ///< where it begins among the holder's own positions
 };
 
-/// Calls visit(Place) for the common positions of a range and each part of `rank`.
+/// Calls visit(Place) for the common positions of a range and each run of `rank`: neighbouring parts
+/// travel and are added together.
 template <class Visit>
 void visit_common(const ContextCut& cut, int rank, const Range& range, const Visit& visit) {
   std::int64_t before = 0;
-  for (const int number : cut.parts_of(rank)) {
-    const Range part = cut.part(number);
-    const Range common = layout::intersect(part, range);
-    if (!common.empty()) visit(Place{common, before + common.begin - part.begin});
-    before += part.size();
+  for (const Range& run : cut.runs_of(rank)) {
+    const Range common = layout::intersect(run, range);
+    if (!common.empty()) visit(Place{common, before + common.begin - run.begin});
+    before += run.size();
   }
 }
 

@@ -35,6 +35,22 @@ struct SharedAttention {
     if (chunk > 0) first = std::max(first, query / chunk * chunk);
     return first;
   }
+  /// The pairs of a key and one of the first `queries` queries.
+  double pairs_before(std::int64_t queries) const {
+    if (chunk == 0) return pairs_in_run(queries);
+    return static_cast<double>(queries / chunk) * pairs_in_run(chunk) +
+           pairs_in_run(queries % chunk);
+  }
+
+ private:
+  /// Of queries that see each other, up to the window.
+  double pairs_in_run(std::int64_t queries) const {
+    const auto triangle = [](std::int64_t n) {
+      return static_cast<double>(n) * static_cast<double>(n + 1) / 2;
+    };
+    if (window == 0 || queries <= window) return triangle(queries);
+    return triangle(window) + static_cast<double>(queries - window) * static_cast<double>(window);
+  }
 };
 
 SharedAttention attention_of_layer(const models::ModelSpec& spec, std::int64_t layer, int tp) {
@@ -174,9 +190,7 @@ double slowest_over_mean(const std::map<SharedAttention, std::int64_t>& layers,
     for (const auto& [of, count] : layers) {
       const auto weight = static_cast<double>(count * of.heads * (of.key_dim + of.value_dim));
       for (const Range& run : cut.runs_of(rank)) {
-        for (std::int64_t query = run.begin; query < run.end; ++query) {
-          pairs += weight * static_cast<double>(query + 1 - of.first_key(query));
-        }
+        pairs += weight * (of.pairs_before(run.end) - of.pairs_before(run.begin));
       }
     }
     most = std::max(most, pairs);

@@ -322,7 +322,7 @@ TEST(ContextParallelOptions, RanksWithDifferentWorkAreRefused) {
     EXPECT_THAT(
         error_of(ErrorKind::kUsage,
                  [&] { ContextParallel(mesh, 16, {.axis = "ep", .work = work}); }),
-        Says("rank 1 of axis ep cuts 4 parts of 4 over 2 ranks: 1 0 0 1, expected as rank 0 "
+        Says("rank 1 of axis ep cuts 4 parts of 4 over 2 ranks: 1 0 1 0, expected as rank 0 "
              "4 parts of 4 over 2 ranks: 0 1 1 0"));
   });
 }

@@ -285,6 +285,11 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
                 "parallelism.data_parallel_shard_degree: found ", asked, ", expected -1 or ",
                 dims.dp_shard, " for ", world_size, " rank(s) and ", others,
                 " rank(s) of the other axes");
+  // Attention computes part by part, and each part meets those of all other ranks.
+  constexpr int kMostParts = 1024;
+  TESSERA_CHECK(dims.context_parts <= std::max(kMostParts, 8 * dims.cp), ErrorKind::kConfig,
+                "parallelism.context_parallel_parts: found ", dims.context_parts,
+                ", expected at most ", std::max(kMostParts, 8 * dims.cp));
   layout::check_parts(dims.cp, dims.context_parts);
   check_expert_ranks(dims);
   return dims;

@@ -74,19 +74,37 @@ void require_few_chunks(const models::ModelSpec& spec, std::int64_t positions) {
                 " in all layers: memory and bytes of more are not counted");
 }
 
+/// None where the first path is no .safetensors file, or is not there.
+std::optional<DataHeader> header_of_first(const std::vector<std::string>& paths, const char* key,
+                                          const ModelSource& source) {
+  if (paths.empty() || data_kind(paths, key) != DataKind::kBatches ||
+      !std::filesystem::exists(paths.front())) {
+    return std::nullopt;
+  }
+  return open_as(key, [&] { return header_of(SafetensorsFile(paths.front()), source); });
+}
+
 }  // namespace
 
 std::optional<DataHeader> read_data_header(const Config& config, const ModelSource& source) {
-  if (!config.data.source.empty() || config.data.path.empty() ||
-      data_kind(config.data) != DataKind::kBatches ||
-      !std::filesystem::exists(config.data.path.front())) {
-    return std::nullopt;
+  if (!config.data.source.empty()) return std::nullopt;
+  return header_of_first(config.data.path, "data.path", source);
+}
+
+void check_rows_of_files(const Config& config, const ModelSource& source) {
+  if (const auto data = read_data_header(config, source)) {
+    check_positions(config.parallelism, data->columns);
+    models::check_learned_positions(source.spec, data->columns);
   }
-  return open_as("data.path",
-                 [&] { return header_of(SafetensorsFile(config.data.path.front()), source); });
+  constexpr const char* kKey = "validation.path";
+  if (const auto validation = header_of_first(config.validation.path, kKey, source)) {
+    check_positions(config.parallelism, validation->columns, kKey);
+    open_as(kKey, [&] { models::check_learned_positions(source.spec, validation->columns); });
+  }
 }
 
 Config with_rows_of_data(Config config, const ModelSource& source, const ParallelDims& dims) {
+  check_rows_of_files(config, source);
   const auto header = read_data_header(config, source);
   if (!header) return config;
   auto& training = config.training;

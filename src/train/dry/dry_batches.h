@@ -32,8 +32,13 @@ struct DataHeader {
 /// header, for input_ids or pixel_values of another shape than training reads.
 std::optional<DataHeader> read_data_header(const Config& config, const ModelSource& source);
 
+/// Checks the rows of .safetensors files of data.path and validation.path that are there, as
+/// training does. Errors: as read_data_header(), check_positions() and check_learned_positions().
+void check_rows_of_files(const Config& config, const ModelSource& source);
+
 /// training.seq_len and global_batch_size, where they are left out, as the data's header has them:
-/// as many rows as a step of the rank with most rows has on all data ranks.
+/// as many rows as a step of the rank with most rows has on all data ranks. Errors: as
+/// check_rows_of_files().
 Config with_rows_of_data(Config config, const ModelSource& source, const ParallelDims& dims);
 
 /// "2 images of 36 patches in 2 rows, by the header of data.path", or why there are none; empty

@@ -3,9 +3,14 @@
 // refused.
 #include "train/context_of_run.h"
 
+#include <span>
+
 #include "grad/contract_lock.h"
+#include "io/safetensors.h"
+#include "layout/context_cut.h"
 #include "support/test.h"
 #include "train/contract_of_run.h"
+#include "train/dry/dry_batches.h"
 #include "train/dry/step_traffic.h"
 #include "train/planned_steps.h"
 #include "unit/train/run_case.h"
@@ -80,6 +85,60 @@ TEST(ContextOfRun, HeadAndTailBalanceACausalMask) {
   Shared uneven("qwen3", 2, kGather);
   uneven.config.training.seq_len.reset();
   EXPECT_THAT(costs_text(uneven.context()), Says("set training.seq_len"));
+}
+
+/// The most pairs of a rank over the mean, counted query by query.
+double counted_balance(const Shared& run) {
+  const auto cut = layout::head_tail(256, run.dims().cp, run.dims().context_parts);
+  double most = 0.0, sum = 0.0;
+  for (int rank = 0; rank < cut.ranks; ++rank) {
+    double pairs = 0.0;
+    for (std::int64_t layer = 0; layer < run.source.spec.num_hidden_layers; ++layer) {
+      const auto window = models::attention_of(run.source.spec, layer).window;
+      const std::int64_t chunk = run.source.spec.is_chunked(layer)
+                                     ? run.source.spec.chunked->attention_chunk_size
+                                     : std::int64_t{256};
+      for (const std::int64_t place : cut.places_of(rank)) {
+        pairs += static_cast<double>(std::min(place % chunk + 1, window.value_or(256)));
+      }
+    }
+    most = std::max(most, pairs);
+    sum += pairs;
+  }
+  return most * cut.ranks / sum;
+}
+
+// Windows and chunks leave the tail of a row less than its share; all layers have the same heads.
+TEST(ContextOfRun, BalanceIsThatOfPairsCountedOneByOne) {
+  for (const char* family : {"gemma3-text", "llama4-text", "mistral"}) {
+    for (const int parts : {4, 8, 64}) {
+      SCOPED_TRACE(concat(family, ", ", parts, " parts"));
+      Shared run(family, 2, kGather);
+      run.config.parallelism.context_parallel_parts = parts;
+      EXPECT_DOUBLE_EQ(run.context().slowest_over_mean, counted_balance(run));
+    }
+  }
+}
+
+// A dry step reads no data, but the rows of its files are those of the run.
+TEST(ContextOfRun, RowsOfFilesThatRanksCannotShareAreRefused) {
+  Shared run("qwen3", 2, kGather);
+  const auto path = run.folder / "rows.safetensors";
+  SafetensorsWriter writer(path, {{.name = "input_ids", .dtype = DType::kInt64, .shape = {2, 63}}});
+  const std::vector<std::int64_t> ids(2 * 63);
+  writer.write("input_ids", std::as_bytes(std::span(ids)));
+  writer.finish();
+  const auto refused = [&] {
+    return error_of(ErrorKind::kConfig, [&] { check_rows_of_files(run.config, run.source); });
+  };
+  run.config.data.path = {"/nowhere/rows.safetensors"};
+  EXPECT_NO_THROW(check_rows_of_files(run.config, run.source));
+  run.config.validation.path = {path};
+  EXPECT_THAT(refused(), Says("validation.path: found rows of 63 tokens, expected a multiple of "
+                              "the 4 parts"));
+  run.config.validation.path.clear();
+  run.config.data.path = {path};
+  EXPECT_THAT(refused(), Says("found rows of 63 tokens"));
 }
 
 TEST(ContextOfRun, BitsArePromisedWhereTheyAreTheSame) {

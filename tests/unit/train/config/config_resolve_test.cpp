@@ -233,6 +233,9 @@ TEST(ContextParallelism, OfRanksThatItDoesNotDivideNamesTheKey) {
   p.context_parallel_parts = 6;
   EXPECT_REFUSED(kConfig, resolve_parallelism(p, 2),
                  "context_parallel_parts: found 6, expected a multiple of 4");
+  p.context_parallel_parts = 1028;
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 2),
+                 "context_parallel_parts: found 1028, expected at most 1024");
   p.context_parallel_degree = 2147483647;
   p.context_parallel_parts.reset();
   EXPECT_THROW(resolve_parallelism(p, 2), Error);
