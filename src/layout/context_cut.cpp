@@ -42,11 +42,17 @@ std::vector<std::int64_t> ContextCut::places_of(int rank) const {
 
 void check_parts(int ranks, int parts) {
   const std::int64_t halves = 2 * std::int64_t{ranks};
-  TESSERA_CHECK(parts >= 1 && (ranks == 1 || parts % halves == 0), ErrorKind::kConfig,
-                "parallelism.context_parallel_parts: found ", parts, ", expected a multiple of ",
-                halves,
-                ", a head and a tail of a row for each of context_parallel_degree = ", ranks,
-                " ranks; change it, or leave it out");
+  // Attention computes part by part, and each part's addends meet those of all others.
+  const std::int64_t most = std::max(std::int64_t{1024}, 4 * halves);
+  TESSERA_CHECK(
+      parts >= 1 && parts <= most && (ranks == 1 || parts % halves == 0), ErrorKind::kConfig,
+      "parallelism.context_parallel_parts: found ", parts, ", expected ",
+      parts > most
+          ? concat("at most ", most)
+          : concat("a multiple of ", halves,
+                   ", a head and a tail of a row for each of context_parallel_degree = ", ranks,
+                   " ranks"),
+      "; change it, or leave it out");
 }
 
 void check_cut(std::int64_t positions, int ranks, int parts) {

@@ -47,7 +47,8 @@ ContextCut head_tail(std::int64_t positions, int ranks, int parts);
 /// the smallest. Errors: kConfig as check_cut, and for work that is negative or not finite.
 ContextCut by_work(std::int64_t positions, int ranks, std::span<const double> work);
 
-/// Errors: kConfig for parts that are no multiple of twice the ranks, where there are several.
+/// Errors: kConfig for parts that are no multiple of twice the ranks, where there are several, and
+/// for more than 1,024 and 8 for each rank.
 void check_parts(int ranks, int parts);
 
 /// Errors: kConfig for parts that do not divide the positions, with the nearest valid lengths, or

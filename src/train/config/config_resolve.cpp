@@ -285,11 +285,6 @@ ParallelDims resolve_parallelism(const ParallelismConfig& parallelism, int world
                 "parallelism.data_parallel_shard_degree: found ", asked, ", expected -1 or ",
                 dims.dp_shard, " for ", world_size, " rank(s) and ", others,
                 " rank(s) of the other axes");
-  // Attention computes part by part, and each part meets those of all other ranks.
-  const auto most_parts = std::max(std::int64_t{1024}, std::int64_t{8} * dims.cp);
-  TESSERA_CHECK(dims.context_parts <= most_parts, ErrorKind::kConfig,
-                "parallelism.context_parallel_parts: found ", dims.context_parts,
-                ", expected at most ", most_parts);
   layout::check_parts(dims.cp, dims.context_parts);
   check_expert_ranks(dims);
   return dims;

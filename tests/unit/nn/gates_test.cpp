@@ -143,7 +143,7 @@ std::int64_t bytes_kept(const Make& make) {
   return used() - before;
 }
 
-// Beside its result a product keeps nothing that its gate does not keep; where only the weight is
+// In addition to its result a product keeps nothing that its gate does not keep; where only the weight is
 // trained it keeps the gate's result, half of what the gate is made of.
 TEST_F(Gates, OnlyWhatTheGateIsMadeOfIsKept) {
 #if defined(__SANITIZE_ADDRESS__)
