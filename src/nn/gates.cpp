@@ -124,7 +124,8 @@ at::Tensor ProductInput::formed() const {
 
 bool ProductInput::is_kept_as_gate() const {
   const bool follows = x.requires_grad() || (up.defined() && up.requires_grad());
-  return kind == Kind::kItself || (follows && !base::has_second_derivatives(x));
+  const bool one_dtype = !up.defined() || up.scalar_type() == x.scalar_type();
+  return kind == Kind::kItself || (follows && one_dtype && !base::has_second_derivatives(x));
 }
 
 at::Tensor formed_again(ProductInput::Kind kind, const at::Tensor& x, const at::Tensor& up) {

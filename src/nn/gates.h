@@ -3,7 +3,8 @@
 //
 // A product keeps its input for the gradient of its weight. A gate keeps what it is made of, which
 // is enough to form its result again: a ProductInput says so, and its product keeps nothing more
-// (Liger Kernel, arXiv 2410.10989, section 3.2, forms silu(gate) again in the same way). Short symbols: I inner. Next: linear.h, mlp.h.
+// (Liger Kernel, arXiv 2410.10989, forms silu(gate) again in the same way). Short
+// symbols: I inner. Next: linear.h, mlp.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -58,8 +59,8 @@ struct ProductInput {
   }
   /// The last size of the input.
   std::int64_t columns() const { return x.size(-1) / (kind == Kind::kSwigluHalves ? 2 : 1); }
-  /// Whether a product keeps x and `up` alone: not for second derivatives, nor where the gate's
-  /// tensors need no gradient, of which there are more than of its result.
+  /// Whether a product keeps x and `up` alone: not for second derivatives, for two dtypes, nor
+  /// where the gate's tensors need no gradient, of which there are more than of its result.
   bool is_kept_as_gate() const;
 
   Kind kind = Kind::kItself;

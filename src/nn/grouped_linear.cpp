@@ -293,8 +293,8 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
     const bool is_gate = call.kind != ProductInput::Kind::kItself;
-    const at::Tensor up = second.value_or(at::Tensor());
-    const at::Tensor x = is_gate ? input : rows_of(call.kind, input, up, weight);
+    const at::Tensor up = second ? second->contiguous() : at::Tensor();
+    const at::Tensor x = is_gate ? input.contiguous() : rows_of(call.kind, input, up, weight);
     const at::Tensor matrices = in_out(weight, call.layout);
     const at::Tensor y = keep({x.size(0), matrices.size(2)}, [&] {
       const at::Tensor left = is_gate ? rows_of(call.kind, input, up, weight) : x;

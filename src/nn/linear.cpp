@@ -74,8 +74,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
     const bool is_gate = call.kind != ProductInput::Kind::kItself;
-    const at::Tensor up = second.value_or(at::Tensor());
-    const at::Tensor x = is_gate ? input : by_token(input).to(call.compute);
+    const at::Tensor up = second ? second->contiguous() : at::Tensor();
+    const at::Tensor x = is_gate ? input.contiguous() : by_token(input).to(call.compute);
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor y = keep({rows, weight.size(0)}, [&] {

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/arange.h>
 
+#include <exception>
 #include <utility>
 
 #include "comm/group.h"
@@ -20,6 +21,8 @@ struct ContextParallel::Rows {
 namespace {
 
 layout::ContextCut cut_of(std::int64_t positions, int ranks, const ContextOptions& options) {
+  TESSERA_CHECK(positions > 0, ErrorKind::kConfig, "context parallelism: found rows of ", positions,
+                " positions, expected at least one");
   TESSERA_CHECK(options.parts >= 0, ErrorKind::kConfig, "ContextOptions::parts: found ",
                 options.parts, ", expected 0 or a multiple of ", 2 * ranks);
   if (!options.work.empty()) {
@@ -41,26 +44,36 @@ std::int64_t checked_dim(const at::Tensor& x, std::int64_t dim, std::int64_t exp
   return from_begin;
 }
 
-/// Errors: kUsage where a rank has another cut. Collective.
-void require_same_cut(const parallel::Axis& axis, const layout::ContextCut& cut) {
-  if (axis.alone()) return;
+/// Returns the cut that all ranks of the axis have. Errors: those of any rank, on all of them;
+/// kUsage where a rank has another cut. Collective.
+layout::ContextCut agreed_cut(const parallel::Axis& axis, int world_rank, std::int64_t positions,
+                              const ContextOptions& options) {
+  if (axis.alone()) return cut_of(positions, axis.size, options);
+  layout::ContextCut cut;
+  std::exception_ptr refusal;
+  try {
+    cut = cut_of(positions, axis.size, options);
+  } catch (const Error&) {
+    refusal = std::current_exception();
+  }
+  refusal = comm::shared_refusal(*axis.group, world_rank, refusal, "ContextParallel");
+  if (refusal) std::rethrow_exception(refusal);
   const auto found =
       comm::first_that_differs(*axis.group, layout::to_string(cut), "ContextParallel");
   TESSERA_CHECK(!found, ErrorKind::kUsage, "ContextParallel: rank ", found->rank, " of axis ",
                 axis.name, " cuts ", found->of_rank, ", expected as rank 0 ", found->of_first,
                 "; give all of them the same positions and ContextOptions");
+  return cut;
 }
 
 }  // namespace
 
 ContextParallel::ContextParallel(const Mesh& mesh, std::int64_t positions,
                                  const ContextOptions& options) {
-  TESSERA_CHECK(positions > 0, ErrorKind::kConfig, "context parallelism: found rows of ", positions,
-                " positions, expected at least one");
   auto axis = parallel::axis_of(mesh, options.axis);
   const int rank = axis.rank;
-  auto cut = cut_of(positions, axis.size, options);
-  require_same_cut(axis, cut);
+  const int in_world = mesh.ranks_of({options.axis})[static_cast<std::size_t>(rank)];
+  auto cut = agreed_cut(axis, in_world, positions, options);
   auto places = cut.places_of(rank);
   // A rank gives one addend to the gradient of every position.
   std::vector<layout::Range> reach(static_cast<std::size_t>(cut.parts()));

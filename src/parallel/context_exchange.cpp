@@ -27,8 +27,8 @@ struct Place {
   std::int64_t local = 0;  ///< where it begins among the holder's own positions
 };
 
-/// Calls visit(Place) for the common positions of a range and each run of `rank`: neighbouring parts
-/// travel and are added together.
+/// Calls visit(Place) for the common positions of a range and each run of `rank`: neighbouring
+/// parts travel and are added together.
 template <class Visit>
 void visit_common(const ContextCut& cut, int rank, const Range& range, const Visit& visit) {
   std::int64_t before = 0;

@@ -313,6 +313,17 @@ TEST(ContextParallelOptions, PartsAndWorkThatDoNotFitAreRefused) {
   });
 }
 
+// Naive: a rank refuses by itself, and the other one waits for it.
+TEST(ContextParallelOptions, ARefusalOfOneRankIsThatOfAll) {
+  ranks(2).run([](World& world) {
+    const auto mesh = world.mesh(MeshShape({{"ep", 2}}));
+    const int parts = world.rank() == 0 ? 4 : 8;
+    EXPECT_THAT(error_of(ErrorKind::kConfig,
+                         [&] { ContextParallel(mesh, 12, {.axis = "ep", .parts = parts}); }),
+                Says("found rows of 12 positions, expected a multiple of 8"));
+  });
+}
+
 // Naive: each cuts as it was told to, and gathered positions stand in a wrong order.
 TEST(ContextParallelOptions, RanksWithDifferentWorkAreRefused) {
   ranks(2).run([](World& world) {

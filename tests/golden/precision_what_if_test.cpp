@@ -160,9 +160,11 @@ TEST_P(GoldenWhatIf, PatternsMatchTheirGroupAlone) {
 
 // Property: the printed lines, used as a configuration, have the stated errors, and these are
 // within the bound; the same on 1 and 2 ranks except for the wire, which one rank does not have.
+// Activations count in a policy's cost, and a rank of two has half: the bound is one that policies
+// of nearly the same cost do not meet.
 TEST_P(GoldenWhatIf, PrintedPolicyHasTheErrorsThatAreStated) {
   const std::string folder = GetParam();
-  constexpr double kBound = 0.025;
+  constexpr double kBound = 0.0235;
   std::optional<WhatIfReport> on_one;
   for (const int ranks : {1, 2}) {
     SCOPED_TRACE(concat(ranks, " ranks"));

@@ -87,6 +87,8 @@ struct Case {
   at::ScalarType input = at::kFloat;
 
   static Case make(std::uint64_t seed);
+  /// Ranks of the axis cp, over which gradients are summed as over dp_shard.
+  int context() const { return ranks / replicas % 2 == 0 && seed % 2 == 1 ? 2 : 1; }
   std::string describe() const;
 
   at::Tensor batch(int rank, int step, int micro_batch) const {
@@ -157,7 +159,7 @@ inline std::string describe_policy(const PrecisionPolicy& policy) {
 
 inline std::string Case::describe() const {
   auto text =
-      concat("seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas",
+      concat("seed ", seed, ": ", ranks, " ranks, ", replicas, " replicas, cp ", context(),
              backend == ThreadBackend::kGloo ? ", Gloo" : "", ", ", micro_batches, " micro-batches",
              syncs_every ? "" : " synced last", replicas_every ? "" : ", replicas last",
              input_requires_grad ? ", input requires grad" : "", ", zero mode ",

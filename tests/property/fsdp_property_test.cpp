@@ -63,7 +63,7 @@ class Node : public torch::nn::Module {
 class Builder {
  public:
   Builder(const Case& c, World& world)
-      : case_(c), rank_(world.rank()), mesh_(data_mesh(world, c.replicas)) {
+      : case_(c), rank_(world.rank()), mesh_(data_mesh(world, c.replicas, c.context())) {
     std::vector<at::Tensor> first(c.parameters.size());
     for (const auto& object : c.objects) {
       const auto& parameter = c.parameters[object.parameter];

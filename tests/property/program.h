@@ -237,6 +237,8 @@ struct Program {
   std::vector<Op> ops;
 
   static Program draw(std::uint64_t seed, const Features& features);
+  /// Ranks of the axis cp, over which gradients are summed as over dp_shard.
+  int context() const { return ranks / replicas % 2 == 0 && seed % 2 == 1 ? 2 : 1; }
   std::string describe() const;
 
   /// The nodes that are units, the model first.

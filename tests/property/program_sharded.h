@@ -105,7 +105,7 @@ class ProgramSharded {
 
  private:
   Sharded<ProgramModule> shard() {
-    const auto mesh = data_mesh(world_, program_.replicas);
+    const auto mesh = data_mesh(world_, program_.replicas, program_.context());
     PrecisionPolicy policy;
     if (program_.policy == ProgramPolicy::kNarrowCompute) policy.param_dtype = DType::kBFloat16;
     if (program_.policy == ProgramPolicy::kNarrowWire) policy.reduce_dtype = DType::kBFloat16;

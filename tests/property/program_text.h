@@ -111,7 +111,7 @@ inline std::string Program::describe() const {
   static constexpr const char* kOptimizers[] = {"SGD", "AdamW", "torch SGD", "torch AdamW"};
   auto text =
       concat("program ", seed, features.text().empty() ? "" : " of features ", features.text(),
-             ": ", ranks, " ranks, ", replicas, " replicas",
+             ": ", ranks, " ranks, ", replicas, " replicas, cp ", context(),
              backend == ThreadBackend::kGloo ? ", Gloo" : "", doubles ? ", fp64" : ", fp32",
              kPolicies[static_cast<int>(policy)], ", ", kOptimizers[static_cast<int>(optimizer)],
              ", in flight ", in_flight_bytes, " bytes, merge below ", merge_below_bytes,

@@ -80,9 +80,9 @@ class RankBarrier {
   std::barrier<> barrier_;
 };
 
-/// The dense mesh with these degrees.
-inline Mesh data_mesh(World& world, int replicas = 1) {
-  return world.mesh(MeshShape::dense(1, replicas, world.size() / replicas, 1, 1));
+/// The dense mesh with these degrees; of the ranks that share parameters `context` share rows, too.
+inline Mesh data_mesh(World& world, int replicas = 1, int context = 1) {
+  return world.mesh(MeshShape::dense(1, replicas, world.size() / replicas / context, context, 1));
 }
 
 }  // namespace tessera::test

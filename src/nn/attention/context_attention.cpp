@@ -184,8 +184,8 @@ struct PartAttentionFunction : torch::autograd::Function<PartAttentionFunction> 
                             const std::optional<at::Tensor>& begins,
                             const std::optional<at::Tensor>& ends,
                             const c10::intrusive_ptr<PartCall>& call) {
-    // What lives until backward is allocated before what is gathered: in the memory of the latter the
-    // next layer finds room.
+    // The result lives longer than what is gathered, and is allocated before it: so the next layer
+    // finds room in the memory of the latter.
     at::Tensor mixed = at::empty({q.size(0), q.size(2), v.size(2) * q.size(3)}, q.options());
     PartInputs inputs(*call, q, k, v, begins, ends);
     inputs.gather(parallel::Direction::kForward);

@@ -82,6 +82,7 @@ struct Dtypes {
   at::ScalarType gate, weight;
 };
 constexpr Dtypes kDtypes[] = {{at::kFloat, at::kFloat},
+                              {at::kFloat, at::kBFloat16},
                               {at::kBFloat16, at::kBFloat16},
                               {at::kBFloat16, at::kFloat},
                               {at::kDouble, at::kDouble}};
@@ -131,6 +132,28 @@ TEST_F(Gates, AGroupedProductThatFormsItsInputAgainHasTheBitsOfOneThatKeepsIt) {
   }
 }
 
+TEST_F(Gates, NoRowsAndStridedGatesAreTaken) {
+  const auto product = [](const ProductInput& input, const Tensors& in) {
+    return linear(input, in[1]);
+  };
+  const at::Tensor weight = at::randn({kOut, kInner});
+  expect_product_of_result(Kind::kSwigluHalves, {at::randn({0, 2 * kInner}), weight}, "no rows",
+                           product);
+  const auto strided = [&](const ProductInput& input, const Tensors& in) {
+    return product({input.kind, input.x.narrow(1, 3, 2 * kInner)}, in);
+  };
+  const at::Tensor wide = at::randn({7, 3 * kInner});
+  const auto kept = [&](const ProductInput& input, const Tensors& in) {
+    return product(ProductInput(swiglu_halves(input.x.narrow(1, 3, 2 * kInner))), in);
+  };
+  const std::vector<bool> none(2);
+  const auto run_as = [&](const auto& function) {
+    return run([&](const Tensors& in) { return function({Kind::kSwigluHalves, in[0]}, in); },
+               {wide, weight}, none);
+  };
+  expect_bits(run_as(strided), run_as(kept), "strided");
+}
+
 /// The bytes that `make` leaves allocated while its result lives.
 template <class Make>
 std::int64_t bytes_kept(const Make& make) {
@@ -143,8 +166,8 @@ std::int64_t bytes_kept(const Make& make) {
   return used() - before;
 }
 
-// In addition to its result a product keeps nothing that its gate does not keep; where only the weight is
-// trained it keeps the gate's result, half of what the gate is made of.
+// In addition to its result a product keeps nothing that its gate does not keep; where only the
+// weight is trained it keeps the gate's result, half of what the gate is made of.
 TEST_F(Gates, OnlyWhatTheGateIsMadeOfIsKept) {
 #if defined(__SANITIZE_ADDRESS__)
   GTEST_SKIP() << "AddressSanitizer's allocator does not count";

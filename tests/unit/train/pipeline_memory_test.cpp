@@ -281,9 +281,8 @@ struct Pairs {
 
 // The layers that a forward adds are those that the backward paired with it, which begins, has
 // freed: two micro-batches together have the layers of one. What a pair holds beyond both passes in
-// turn is of one layer each, so it follows from the tokens of a micro-batch alone, and a step of
-// two layers and half as many tokens foretells it. That a dry step holds what a run does:
-// dry_step_test.cpp.
+// turn is of one layer each, so a step of half as many layers foretells it. That a dry step holds
+// what a run does: dry_step_test.cpp.
 TEST(PipelineMemory, APairHoldsTheLayersOfOneMicroBatchAndWhatTwoHaveForALayer) {
   for (const auto& [schedule, stages] :
        {std::pair<const char*, int>{"Paired1F1B", 1}, {"DualPipeV", 2}}) {
@@ -294,12 +293,11 @@ TEST(PipelineMemory, APairHoldsTheLayersOfOneMicroBatchAndWhatTwoHaveForALayer) 
     const auto found = [&](const Pairs& pairs) {
       return pairs.activations(schedule, stages, pipeline::Overlap::kExperts);
     };
-    const Pairs few{4, 128};
-    const double beyond = found(few) - in_turn(few);
-    EXPECT_GT(beyond, few.exchange());
-    for (const Pairs& pairs : {Pairs{8, 128}, Pairs{8, 256}}) {
-      const double expected =
-          in_turn(pairs) + beyond * static_cast<double>(pairs.positions / few.positions);
+    for (const std::int64_t positions : {128, 256}) {
+      const Pairs few{4, positions}, pairs{8, positions};
+      const double beyond = found(few) - in_turn(few);
+      EXPECT_GT(beyond, few.exchange());
+      const double expected = in_turn(pairs) + beyond;
       EXPECT_NEAR(found(pairs), expected, 1e-3 * expected);
     }
   }
