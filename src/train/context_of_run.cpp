@@ -38,8 +38,8 @@ struct SharedAttention {
   /// The pairs of a key and one of the first `queries` queries.
   double pairs_before(std::int64_t queries) const {
     if (chunk == 0) return pairs_in_run(queries);
-    return static_cast<double>(queries / chunk) * pairs_in_run(chunk) +
-           pairs_in_run(queries % chunk);
+    const std::int64_t whole = queries / chunk;
+    return static_cast<double>(whole) * pairs_in_run(chunk) + pairs_in_run(queries % chunk);
   }
 
  private:
