@@ -3,8 +3,8 @@
 //
 // A product keeps its input for the gradient of its weight. A gate keeps what it is made of, which
 // is enough to form its result again: a ProductInput says so, and its product keeps nothing more
-// (Liger Kernel, arXiv 2410.10989, forms silu(gate) again in the same way). Short
-// symbols: I inner. Next: linear.h, mlp.h.
+// (Liger Kernel, arXiv 2410.10989, forms silu(gate) again in the same way). Short symbols: I inner.
+// Next: linear.h, mlp.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,8 +38,8 @@ struct ClampedSwiglu {
 /// +-limit; what is clamped gets no gradient. 16-bit input: fp32 inside, rounded once.
 at::Tensor clamped_swiglu(const at::Tensor& both, const ClampedSwiglu& options);
 
-/// What a product multiplies by its weight: a tensor, which it keeps for backward, or a gate, which
-/// backward forms again.
+/// The input of a product: a tensor, which the product keeps for backward, or a gate, which backward
+/// forms again.
 struct ProductInput {
   enum class Kind : std::uint8_t {
     kItself,

@@ -297,7 +297,7 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     const at::Tensor x = is_gate ? input.contiguous() : rows_of(call.kind, input, up, weight);
     const at::Tensor matrices = in_out(weight, call.layout);
     const at::Tensor y = keep({x.size(0), matrices.size(2)}, [&] {
-      const at::Tensor left = is_gate ? rows_of(call.kind, input, up, weight) : x;
+      const at::Tensor left = rows_of(call.kind, x, up, weight);
       const at::Tensor product = grouped_rows(left, matrices, groups, grouped_way(left, matrices));
       if (bias) add_bias(product, *bias, groups);
       return product;

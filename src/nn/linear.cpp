@@ -55,13 +55,14 @@ grad::Product weight_product(const at::Tensor& grad, const at::Tensor& x) {
 
 /// [..., K] as [M, K]; M may be 0.
 at::Tensor by_token(const at::Tensor& x) {
+  if (x.dim() == 2) return x;
   const auto sizes = x.sizes();
   return x.reshape({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
 }
 
 /// The input of a product as [M, K].
-at::Tensor rows_of_gate(ProductInput::Kind kind, const at::Tensor& x, const at::Tensor& up,
-                        at::ScalarType compute) {
+at::Tensor input_rows(ProductInput::Kind kind, const at::Tensor& x, const at::Tensor& up,
+                      at::ScalarType compute) {
   return by_token(formed_again(kind, x, up)).to(compute);
 }
 
@@ -75,11 +76,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const WideScope own_dtype;  // the result has the input's
     const bool is_gate = call.kind != ProductInput::Kind::kItself;
     const at::Tensor up = second ? second->contiguous() : at::Tensor();
-    const at::Tensor x = is_gate ? input.contiguous() : by_token(input).to(call.compute);
+    const at::Tensor x =
+        is_gate ? input.contiguous() : input_rows(call.kind, input, up, call.compute);
     std::vector<std::int64_t> shape = input.sizes().vec();
     const std::int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1);
     const at::Tensor y = keep({rows, weight.size(0)}, [&] {
-      const at::Tensor left = is_gate ? rows_of_gate(call.kind, x, up, call.compute) : x;
+      const at::Tensor left = input_rows(call.kind, x, up, call.compute);
       const at::Tensor matrix = weight.to(call.compute).t();
       return bias ? base::addmm(bias->to(call.compute), left, matrix) : base::mm(left, matrix);
     });
@@ -114,8 +116,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                       .view(shape);
     }
     if (ctx->needs_input_grad(of_weight)) {
-      const at::Tensor left =
-          kind == ProductInput::Kind::kItself ? x : rows_of_gate(kind, x, up, compute);
+      const at::Tensor left = input_rows(kind, x, up, compute);
       result[2] = grad::weight_gradient(weight, weight_product(grad, left),
                                         ctx->saved_data["at_once"].toBool()
                                             ? grad::WeightGradient::kAtOnce

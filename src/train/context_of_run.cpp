@@ -43,7 +43,7 @@ struct SharedAttention {
   }
 
  private:
-  /// Of queries that see each other, up to the window.
+  /// The pairs of so many queries that see each other, up to the window.
   double pairs_in_run(std::int64_t queries) const {
     const auto triangle = [](std::int64_t n) {
       return static_cast<double>(n) * static_cast<double>(n + 1) / 2;
