@@ -255,8 +255,7 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
   }
   if (mlp_ && is_alone_) {
     const auto whole = [this, context = documents.context](const Tensors& in) {
-      const Tensors halves = up_to_feed_forward(in[0], {in[1], context});
-      return feed_forward(halves[0], halves[1], {}).tensors();
+      return feed_forward(up_to_feed_forward(in[0], {in[1], context}), {}).tensors();
     };
     return Output::of(grad::in_region(*this, "", inputs, whole));
   }
@@ -266,27 +265,23 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
   const Tensors halves =
       is_alone_ ? grad::in_region(*this, "attention", inputs, attention) : attention(inputs);
   if (mlp_ && feeds_alone_) {
-    const auto behind = [this](const Tensors& in) {
-      return feed_forward(in[0], in[1], {}).tensors();
-    };
+    const auto behind = [this](const Tensors& in) { return feed_forward(in, {}).tensors(); };
     return Output::of(grad::in_region(*this, "feed-forward", halves, behind));
   }
-  return feed_forward(halves[0], halves[1], request);
+  return feed_forward(halves, request);
 }
 
 at::Tensor DecoderLayer::as_addend(const at::Tensor& half) const {
   return addend_factor_ ? half * *addend_factor_ : half;
 }
 
-/// The stream behind attention, and what the feed-forward sees of it.
+/// The stream behind attention, and what the feed-forward sees of it where that is another tensor: a
+/// region cannot be replayed with two arguments that share memory.
 std::vector<at::Tensor> DecoderLayer::behind_attention(const at::Tensor& x,
                                                        const at::Tensor& attended) {
   const at::Tensor addend =
       as_addend(after_attention_ ? after_attention_->forward(attended) : attended);
-  if (!before_feed_forward_) {
-    const at::Tensor sum = x + addend;
-    return {sum, sum};
-  }
+  if (!before_feed_forward_) return {x + addend};
   auto [sum, normed] = before_feed_forward_->add_forward(x, addend);
   return {std::move(sum), std::move(normed)};
 }
@@ -305,17 +300,17 @@ std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x,
 at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
   if (!mixer_) {
     cache.advance(x.size(1));
-    return feed_forward(x, before_feed_forward_->forward(x), {}).x;
+    return feed_forward({x, before_feed_forward_->forward(x)}, {}).x;
   }
   const at::Tensor attended =
       mixer_->decode(before_attention_ ? before_attention_->forward(x) : x, cache);
   if (!has_feed_forward()) return x + as_addend(attended);
-  const std::vector<at::Tensor> halves = behind_attention(x, attended);
-  return feed_forward(halves[0], halves[1], {}).x;
+  return feed_forward(behind_attention(x, attended), {}).x;
 }
 
-DecoderLayer::Output DecoderLayer::feed_forward(const at::Tensor& sum, const at::Tensor& normed,
+DecoderLayer::Output DecoderLayer::feed_forward(const std::vector<at::Tensor>& halves,
                                                 const RoutingRequest& request) {
+  const at::Tensor &sum = halves.front(), &normed = halves.back();
   MoeLayer::Output fed =
       mlp_ ? MoeLayer::Output{mlp_->forward(normed), {}} : moe_->forward(normed, request);
   const at::Tensor addend =

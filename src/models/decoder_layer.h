@@ -72,8 +72,8 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x, const nn::Documents& documents);
   std::vector<at::Tensor> behind_attention(const at::Tensor& x, const at::Tensor& attended);
   at::Tensor as_addend(const at::Tensor& half) const;
-  Output feed_forward(const at::Tensor& sum, const at::Tensor& normed,
-                      const RoutingRequest& request);
+  /// `halves` as behind_attention() returns them.
+  Output feed_forward(const std::vector<at::Tensor>& halves, const RoutingRequest& request);
 
   std::int64_t number_;
   std::shared_ptr<nn::TokenMixer> mixer_;  // null in a layer that is a feed-forward alone

@@ -62,11 +62,13 @@ struct LongRun {
   std::optional<Process> process;
 };
 
-/// The spins of libgomp's threads, as libgomp itself says them: once for each process.
+/// The spins of libgomp's threads, as libgomp itself says them: once for each process. It writes
+/// name and value at once, but several ranks may write into one line.
 std::vector<std::string> spins_in(const std::string& said) {
+  const std::string name = "GOMP_SPINCOUNT = '";
   std::vector<std::string> spins;
-  for (const std::string& line : lines_with(said, "GOMP_SPINCOUNT = ")) {
-    spins.push_back(split(line, '\'').at(1));
+  for (auto at = said.find(name); at != std::string::npos; at = said.find(name, at + 1)) {
+    spins.push_back(split(said.substr(at + name.size()), '\'').at(0));
   }
   return spins;
 }

@@ -262,15 +262,24 @@ const TrainingRun& of_whole_rows(Case c) {
 struct Bounds {
   double loss = kStepLossBound;
   double norm = kStepLossBound;  ///< relative
+  bool of_first_norm = false;    ///< later ones are not compared
   double weights = kMovedBound;  ///< relative to the way that they went; 0: not compared
 };
 
-/// Narrow dtypes round what is summed in another order: as pipelines of them, float16_test.cpp.
-Bounds bounds_of(Change change) {
-  if (change == Change::kBFloat16) return {.loss = 0.02, .norm = 0.05, .weights = 0};
-  if (change == Change::kFloat16) return {.loss = 0.02 / 8, .norm = 0.05, .weights = 0};
+/// Narrow dtypes round what is summed in another order: as pipelines of them, float16_test.cpp. Once
+/// weights differ by a rounding, a token whose experts are nearly as good as others goes to these.
+/// In bf16 whole rows of gpt-oss then have a norm of 2.60 at step 2, and 2.11 in fp32; those of
+/// glm4-moe at step 3 have 2.33 with 8 parts and 2.48 with 4, without cp.
+Bounds bounds_of(const Case& c) {
+  const bool flips = experts_of(c.folder) == Experts::kSome;
+  if (c.change == Change::kBFloat16) {
+    return {.loss = 0.02, .norm = 0.05, .of_first_norm = flips, .weights = 0};
+  }
+  if (c.change == Change::kFloat16) {
+    return {.loss = 0.02 / 8, .norm = 0.05, .of_first_norm = flips, .weights = 0};
+  }
   // It scales each direction of a gradient to the same length, noise of small ones too.
-  if (change == Change::kMuon) return {.weights = 10 * kMovedBound};
+  if (c.change == Change::kMuon) return {.weights = 10 * kMovedBound};
   return {};
 }
 
@@ -322,13 +331,14 @@ void expect_near_weights(const TrainingRun& found, const TrainingRun& expected,
 void expect_as_of_whole_rows(const Case& c) {
   const TrainingRun& expected = of_whole_rows(c);
   const TrainingRun found = run(c);
-  const Bounds bounds = bounds_of(c.change);
+  const Bounds bounds = bounds_of(c);
   ASSERT_EQ(found.losses.size(), static_cast<std::size_t>(kSteps));
+  int norms = 0;
   for (std::size_t i = 0; i < found.losses.size(); ++i) {
     EXPECT_NEAR(found.losses[i], expected.losses[i], bounds.loss) << "step " << i + 1;
     if (!std::isfinite(expected.norms[i])) {
       EXPECT_FALSE(std::isfinite(found.norms[i])) << "step " << i + 1;
-    } else {
+    } else if (norms++ == 0 || !bounds.of_first_norm) {
       EXPECT_NEAR(found.norms[i] / expected.norms[i], 1.0, bounds.norm) << "step " << i + 1;
     }
   }
