@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text/json_reader.h"
+#include "base/text/printable.h"
 #include "models/family.h"
 #include "models/keys/bare_infinity.h"
 #include "models/keys/config_reader.h"
