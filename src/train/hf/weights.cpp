@@ -15,6 +15,7 @@
 #include "grad/finite_copy.h"
 #include "grad/torch_dtype.h"
 #include "io/tensor_source.h"
+#include "models/family.h"
 #include "tessera/error.h"
 #include "train/hf/model_source.h"
 #include "train/report/progress.h"
